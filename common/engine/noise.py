@@ -1,0 +1,121 @@
+"""Counter-based noise: the same numbers for the same key, anywhere, in any order.
+
+The generator is SplitMix64 (Steele, Lea, Flood: Fast Splittable Pseudorandom Number
+Generators, OOPSLA 2014): the v-th number of a stream is mix(key + (v + 1) * GAMMA). A stream's
+key absorbs seed, absolute position and domain, so noise for acceptance, for residual
+sampling and for drafting is independent, and the noise of a token never depends on which
+other tokens are looked at. Golden vectors pin it down; a change is a new `NOISE_VERSION`.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import IntEnum
+from typing import Protocol
+
+import numpy as np
+import numpy.typing as npt
+import torch
+from torch import Tensor
+
+from common.types import IntArray
+
+NOISE_VERSION = "splitmix64-gumbel-1"
+
+UIntArray = npt.NDArray[np.uint64]
+_GAMMA = 0x9E3779B97F4A7C15
+_MIX_1 = 0xBF58476D1CE4E5B9
+_MIX_2 = 0x94D049BB133111EB
+
+
+class Domain(IntEnum):
+    """What a number is used for; numbers of different domains are independent."""
+
+    TOKEN = 1  # the target's own draw, and under COUPLED the draft's too
+    ACCEPT = 2  # r of the rejection rule
+    RESIDUAL = 3  # the token in place of a rejected one, or the bonus, under REJECTION
+    DRAFT = 4  # the draft's draw under REJECTION
+
+
+@dataclass(frozen=True)
+class NoiseKeys:
+    """Whose noise: one seed and one absolute position a row."""
+
+    seeds: UIntArray  # [N]
+    positions: IntArray  # [N]
+
+    def __getitem__(self, rows: IntArray) -> NoiseKeys:
+        return NoiseKeys(self.seeds[rows], self.positions[rows])
+
+
+class Noise(Protocol):
+    """The two random decisions there are; tests put an enumerating one in its place."""
+
+    def keep(self, keys: NoiseKeys, p: Tensor, q: Tensor) -> Tensor:
+        """Whether min(1, p/q) >= r, as r * q < p so that p = 0 never passes. [N] bool."""
+
+    def choose(self, keys: NoiseKeys, domain: Domain, log_w: Tensor) -> Tensor:
+        """One index a row with probability proportional to exp(log_w). [N, V] -> [N] int64."""
+
+
+class GumbelNoise:
+    """The real noise: argmax(log w + G), with G = -log(-log u) standard Gumbel."""
+
+    def keep(self, keys: NoiseKeys, p: Tensor, q: Tensor) -> Tensor:
+        """See `Noise`."""
+        r = torch.cat([uniform(key, 1) for key in stream_keys(keys, Domain.ACCEPT)])
+        return r.to(p.device) * q < p
+
+    def choose(self, keys: NoiseKeys, domain: Domain, log_w: Tensor) -> Tensor:
+        """See `Noise`. Row by row: a row's noise then fits the cache."""
+        chosen = torch.empty(log_w.shape[0], dtype=torch.int64)
+        for i, key in enumerate(stream_keys(keys, domain)):
+            chosen[i] = torch.argmax(log_w[i].double() + gumbel(key, log_w.shape[1], log_w.device))
+        return chosen.to(log_w.device)
+
+
+def stream_keys(keys: NoiseKeys, domain: Domain) -> list[int]:
+    """One signed 64-bit stream key a row."""
+    with np.errstate(over="ignore"):
+        h = _mix(keys.seeds + np.uint64(_GAMMA))
+        h = _mix((h ^ keys.positions.astype(np.uint64)) + np.uint64(_GAMMA))
+        h = _mix((h ^ np.uint64(domain)) + np.uint64(_GAMMA))
+    signed: list[int] = h.view(np.int64).tolist()
+    return signed
+
+
+def uniform(key: int, n: int, device: torch.device | str = "cpu") -> Tensor:
+    """The first n uniforms of a stream, strictly inside (0, 1), float64. [n]"""
+    z = torch.arange(1, n + 1, dtype=torch.int64, device=device)
+    z.mul_(_signed(_GAMMA)).add_(key)
+    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+        z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
+    z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
+    # 52 bits and a half: the largest value, 1 - 2**-53, is still a float64 below 1.
+    bits = (z >> 12).bitwise_and_((1 << 52) - 1)
+    return bits.double().add_(0.5).mul_(2.0**-52)
+
+
+def gumbel(key: int, n: int, device: torch.device | str = "cpu") -> Tensor:
+    """The first n standard Gumbel numbers of a stream, float64. [n]"""
+    return uniform(key, n, device).log_().neg_().log_().neg_()
+
+
+def hash_seed(seed: int, index: int) -> int:
+    """The seed of the index-th choice of a request; the first keeps the seed itself."""
+    if index == 0:
+        return seed
+    with np.errstate(over="ignore"):
+        h = _mix(np.array([seed], np.uint64) + np.uint64(_GAMMA))
+        h = _mix((h ^ np.uint64(index)) + np.uint64(_GAMMA))
+    return int(h[0])
+
+
+def _mix(z: UIntArray) -> UIntArray:
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
+    return z ^ (z >> np.uint64(31))
+
+
+def _signed(value: int) -> int:
+    return value - (1 << 64) if value >= 1 << 63 else value

@@ -1,0 +1,147 @@
+"""Logits to p: the sampler's order is temperature, min_p, top_k, top_p.
+
+Pure functions over rows; a row's result depends on nothing but its own logits and
+parameters. Every filter keeps what ties with the least likely token that it keeps, so the
+kept set never depends on an order among equals.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.types import BoolArray, FloatArray, IntArray, Rule, SamplingParams, SparseDist
+
+TOP_P_CANDIDATES = 1024
+"""top_p looks at this many likeliest tokens first and sorts all only where they fall short."""
+
+
+@dataclass(frozen=True)
+class RowParams:
+    """The sampling parameters of R rows as arrays."""
+
+    greedy: BoolArray  # [R]
+    temperature: FloatArray  # [R], 1 where greedy
+    top_k: IntArray  # [R]
+    top_p: FloatArray  # [R]
+    min_p: FloatArray  # [R]
+
+    @classmethod
+    def of(cls, params: Sequence[SamplingParams], rows: IntArray) -> RowParams:
+        """Parameters of sequences, each repeated for its number of rows. [S], [S] -> [R]"""
+        greedy = np.array([p.rule is Rule.GREEDY for p in params], bool)
+        warm = [1.0 if p.rule is Rule.GREEDY else p.temperature for p in params]
+        return cls(
+            np.repeat(greedy, rows),
+            np.repeat(np.array(warm, np.float64), rows),
+            np.repeat(np.array([p.top_k for p in params], np.int64), rows),
+            np.repeat(np.array([p.top_p for p in params], np.float64), rows),
+            np.repeat(np.array([p.min_p for p in params], np.float64), rows),
+        )
+
+
+def log_probs(logits: Tensor, rows: RowParams) -> Tensor:
+    """Log p of every row, -inf where a filter drops the token. [R, V] -> [R, V]
+
+    In float32 at least. Greedy rows come back as raw logits: only their argmax matters.
+    """
+    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    warm = np.flatnonzero(~rows.greedy)
+    if warm.size == 0:
+        return x
+    every = warm.size == len(rows.greedy)
+    y = x if every else x[torch.from_numpy(warm)]
+    y = y / _column(rows.temperature[warm], y)
+    for drop in (_drop_min_p, _drop_top_k, _drop_top_p):
+        y = drop(y, rows, warm)
+    y = torch.log_softmax(y, dim=-1)
+    if every:
+        return y
+    x = x.clone() if x is logits else x
+    x[torch.from_numpy(warm)] = y
+    return x
+
+
+def _column(values: FloatArray | IntArray, like: Tensor) -> Tensor:
+    return torch.from_numpy(values).to(like).unsqueeze(1)
+
+
+def _drop_below(y: Tensor, which: IntArray, floor: Tensor) -> Tensor:
+    """Rows `which` of y with -inf below their floor. [R, V], [N], [N, 1] -> [R, V]"""
+    index = torch.from_numpy(which)
+    kept = y[index]
+    y[index] = kept.masked_fill(kept < floor, -torch.inf)
+    return y
+
+
+def _drop_min_p(y: Tensor, rows: RowParams, warm: IntArray) -> Tensor:
+    min_p = rows.min_p[warm]
+    which = np.flatnonzero(min_p > 0)
+    if which.size == 0:
+        return y
+    highest = y[torch.from_numpy(which)].amax(dim=-1, keepdim=True)  # [N, 1]
+    return _drop_below(y, which, highest + _column(np.log(min_p[which]), y))
+
+
+def _drop_top_k(y: Tensor, rows: RowParams, warm: IntArray) -> Tensor:
+    top_k = rows.top_k[warm]
+    which = np.flatnonzero((top_k > 0) & (top_k < y.shape[1]))
+    if which.size == 0:
+        return y
+    k = torch.from_numpy(top_k[which]).to(y.device).unsqueeze(1)  # [N, 1]
+    best = y[torch.from_numpy(which)].topk(int(k.max()), dim=-1).values  # [N, K], descending
+    return _drop_below(y, which, best.gather(1, k - 1))
+
+
+def _drop_top_p(y: Tensor, rows: RowParams, warm: IntArray) -> Tensor:
+    top_p = rows.top_p[warm]
+    which = np.flatnonzero(top_p < 1)
+    if which.size == 0:
+        return y
+    chosen = y[torch.from_numpy(which)]
+    log_p = torch.log_softmax(chosen, dim=-1)  # [N, V]
+    wanted = _column(top_p[which], y)  # [N, 1]
+    num = min(TOP_P_CANDIDATES, y.shape[1])
+    floor = _top_p_floor(log_p.topk(num, dim=-1).values, wanted)
+    short = torch.isnan(floor).squeeze(1)
+    if short.any():
+        floor[short] = _top_p_floor(
+            log_p[short].sort(dim=-1, descending=True).values, wanted[short]
+        )
+        floor = floor.nan_to_num(nan=-torch.inf)  # rounding: all of them fall short of top_p
+    # Back to y's own scale: comparing the same numbers keeps ties together.
+    y[torch.from_numpy(which)] = chosen.masked_fill(log_p < floor, -torch.inf)
+    return y
+
+
+def _top_p_floor(best: Tensor, wanted: Tensor) -> Tensor:
+    """Least log p in the smallest leading set with the wanted mass; NaN if best has less.
+
+    best [N, K] descending, wanted [N, 1] -> [N, 1].
+    """
+    mass = best.exp().cumsum(dim=-1)
+    num_short = (mass < wanted).sum(dim=-1, keepdim=True)  # the token after these completes it
+    floor = best.gather(1, num_short.clamp(max=best.shape[1] - 1))
+    return floor.masked_fill(num_short == best.shape[1], torch.nan)
+
+
+def sparsify(log_p: Tensor, support: int) -> SparseDist:
+    """q: the likeliest tokens of one row, renormalised in float64. [V] -> [<= support]"""
+    best = log_p.double().topk(min(support, log_p.shape[0]))
+    alive = best.values > -torch.inf
+    probs = torch.softmax(best.values[alive], dim=0)
+    probs = probs / probs.sum()
+    alive_probs = probs > 0
+    return SparseDist(
+        best.indices[alive][alive_probs].cpu().numpy(), probs[alive_probs].cpu().numpy()
+    )
+
+
+def unusable_rows(logits: Tensor) -> BoolArray:
+    """Rows whose largest logit is NaN or infinite. [R, V] -> [R]"""
+    bad: BoolArray = (~torch.isfinite(logits.amax(dim=-1))).cpu().numpy()
+    return bad

@@ -1,0 +1,126 @@
+"""An engine in a service: its thread, the streams that hold its sequences, its end."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncIterator, Callable, Iterable
+from dataclasses import replace
+from typing import Any, TypeVar
+
+from common.engine_thread import Engine, EngineThread
+from common.errors import InvalidRequestError, UnavailableError
+from common.leases import Lease, Leases
+from common.types import (
+    Draining,
+    Heartbeat,
+    OpenSequence,
+    StepResult,
+)
+
+RequestT = TypeVar("RequestT")
+STUCK_SECONDS = 60.0
+
+
+class EngineHost:
+    """Joins an engine's thread and the streams in the event loop.
+
+    `failed` is set when the engine's thread dies or has been in one step for
+    `STUCK_SECONDS`; the service then stops with an error.
+    """
+
+    def __init__(self, engine: Engine[Any]) -> None:
+        self._engine = engine
+        self._loop = asyncio.get_running_loop()
+        self.failed: asyncio.Future[None] = self._loop.create_future()
+        self._thread = EngineThread(engine, self._on_engine_step, self._on_engine_failure)
+        self.leases = Leases(self._to_engine)
+        self._draining: Draining | None = None
+        self._watchdog: asyncio.Task[None] | None = None
+
+    def start(self) -> None:
+        """Begin stepping."""
+        self._thread.start()
+        self._watchdog = self._loop.create_task(self._watch())
+
+    def num_live(self) -> int:
+        """How many sequences are open."""
+        return self.leases.num_live()
+
+    def drain(self, grace_seconds: float) -> None:
+        """Take no new sequence; tell every stream."""
+        self._draining = Draining(grace_seconds)
+        self.leases.announce(self._draining)
+
+    async def stop(self) -> None:
+        """End the streams, then the thread."""
+        self.leases.end()
+        if self._watchdog is not None:
+            self._watchdog.cancel()
+        if not self.failed.done():
+            await asyncio.to_thread(self._thread.stop)
+
+    async def run_stream(
+        self, requests: AsyncIterator[RequestT], receive: Callable[[Lease, RequestT], None]
+    ) -> AsyncIterator[list[Any]]:
+        """Batches of replies for one stream, while `receive` is called for every request.
+
+        Ends when the peer has ended its side, when the service ends, or when the peer does
+        not read; what the stream carried is closed then.
+        """
+        lease = self.leases.attach()
+        if self._draining is not None:
+            lease.outbox.put(self._draining)
+
+        async def read() -> None:
+            try:
+                async for request in requests:
+                    receive(lease, request)
+            finally:
+                lease.outbox.close()
+
+        reader = self._loop.create_task(read())
+        try:
+            async for batch in lease.outbox.batches():
+                yield batch
+        finally:
+            self.leases.detach(lease)
+            reader.cancel()
+            with contextlib.suppress(asyncio.CancelledError):
+                await reader
+
+    def open(self, lease: Lease, sequence: OpenSequence) -> None:
+        """Open a sequence; raises `TandemError` if the stream can't."""
+        if self._draining is not None:
+            raise UnavailableError("the service is about to stop", retry_after_seconds=1.0)
+        wire_id = sequence.sequence_id
+        engine_id = self.leases.open(lease, wire_id)
+        if engine_id is None:
+            raise InvalidRequestError(f"{wire_id} is open on this stream", field="sequence_id")
+        self._to_engine(replace(sequence, sequence_id=engine_id))
+
+    @staticmethod
+    def echo(lease: Lease, heartbeats: Iterable[Heartbeat]) -> None:
+        """Answer heartbeats."""
+        for heartbeat in heartbeats:
+            lease.outbox.put(replace(heartbeat, echo=True))
+
+    def _to_engine(self, event: Any) -> None:
+        self._engine.submit(event)
+        self._thread.wake()
+
+    def _on_engine_step(self, result: StepResult) -> None:
+        self._loop.call_soon_threadsafe(self.leases.deliver, result)
+
+    def _on_engine_failure(self, error: BaseException) -> None:
+        self._loop.call_soon_threadsafe(self._fail, error)
+
+    def _fail(self, error: BaseException) -> None:
+        if not self.failed.done():
+            self.failed.set_exception(error)
+
+    async def _watch(self) -> None:
+        while True:
+            await asyncio.sleep(1.0)
+            if self._thread.stuck_seconds > STUCK_SECONDS:
+                self._fail(RuntimeError(f"no step has ended for {STUCK_SECONDS:.0f} s"))

@@ -1,0 +1,146 @@
+"""One lifecycle for all services: load, warm up, SERVING, drain, stop."""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import os
+import signal
+import sys
+import time
+from collections.abc import Awaitable, Callable, Sequence
+from typing import Any, Protocol
+
+import grpc
+from grpc_health.v1 import health, health_pb2, health_pb2_grpc
+from grpc_reflection.v1alpha import reflection
+
+from common.config import ServiceConfig
+from common.errors import ConfigurationError
+
+log = logging.getLogger(__name__)
+
+CHANNEL_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.initial_reconnect_backoff_ms", 200),
+    ("grpc.max_reconnect_backoff_ms", 2_000),
+]
+"""For channels between our services: a vanished peer is noticed within 20 s."""
+
+_SERVER_OPTIONS: list[tuple[str, int]] = [
+    ("grpc.so_reuseport", 0),  # two services on one port is a mistake, not a feature
+    ("grpc.max_receive_message_length", 64 << 20),
+    ("grpc.keepalive_time_ms", 10_000),
+    ("grpc.keepalive_timeout_ms", 10_000),
+    ("grpc.http2.max_pings_without_data", 0),
+    ("grpc.http2.min_ping_interval_without_data_ms", 5_000),
+]
+
+
+class Running(Protocol):
+    """What a started service can be asked for."""
+
+    @property
+    def failed(self) -> asyncio.Future[None]:
+        """Ends with an error when the service can't go on."""
+
+    def drain(self, grace_seconds: float) -> None:
+        """Take nothing new."""
+
+    def num_live(self) -> int:
+        """How many requests or sequences are not finished."""
+
+    async def stop(self) -> None:
+        """End what is left and free everything."""
+
+
+Start = Callable[[grpc.aio.Server], Awaitable[Running]]
+"""Loads, warms up and adds servicers to the server; raises `ConfigurationError` if it can't."""
+
+
+def run(config: ServiceConfig, service_names: Sequence[str], start: Start) -> None:
+    """Run a service until SIGTERM or SIGINT; exits non-zero if it fails.
+
+    service_names are full protobuf names, for health and reflection.
+    """
+    logging.basicConfig(
+        level=config.log_level.upper(),
+        format=f"%(asctime)s {config.name} %(levelname)s %(name)s: %(message)s",
+        stream=sys.stderr,
+    )
+    try:
+        asyncio.run(_serve(config, service_names, start))
+    except ConfigurationError as error:
+        sys.exit(f"tandem {config.name}: {error}")
+
+
+async def _serve(config: ServiceConfig, service_names: Sequence[str], start: Start) -> None:
+    loop = asyncio.get_running_loop()
+    told_to_stop = asyncio.Event()
+    for number in (signal.SIGTERM, signal.SIGINT):
+        loop.add_signal_handler(number, told_to_stop.set)
+    told: asyncio.Future[Any] = loop.create_task(told_to_stop.wait())
+    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    port = _bind(server, config)
+    healthy = health.aio.HealthServicer()
+    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
+    reflection.enable_server_reflection(names, server)
+    began = time.monotonic()
+    starting: asyncio.Future[Running] = asyncio.ensure_future(start(server))
+    await asyncio.wait([starting, told], return_when=asyncio.FIRST_COMPLETED)
+    if not starting.done():
+        sys.exit(f"tandem {config.name}: told to stop while starting")
+    running = starting.result()
+    await server.start()
+    watched = ("", "live", "ready", *service_names)
+    await _set_health(healthy, watched, serving=True)
+    # Whoever started us may read the port from this line.
+    print(  # noqa: T201
+        f"tandem {config.name} serves on {config.host}:{port}"
+        f" after {time.monotonic() - began:.1f} s",
+        flush=True,
+    )
+    failed: asyncio.Future[Any] = running.failed
+    await asyncio.wait([told, failed], return_when=asyncio.FIRST_COMPLETED)
+    await _set_health(healthy, [n for n in watched if n != "live"], serving=False)
+    if not failed.done():
+        log.info("draining %d live, for %.0f s at most", running.num_live(), config.drain_seconds)
+        running.drain(config.drain_seconds)
+        deadline = time.monotonic() + config.drain_seconds
+        while running.num_live() and time.monotonic() < deadline and not failed.done():
+            await asyncio.wait([failed], timeout=0.05)
+    if failed.done():
+        await _set_health(healthy, ["live"], serving=False)
+        await running.stop()
+        await server.stop(grace=0.2)
+        log.error("stopped by a failure: %s", failed.exception())
+        logging.shutdown()
+        os._exit(1)  # an engine's thread that hangs can't be joined
+    await running.stop()
+    await server.stop(grace=1.0)
+    log.info("stopped")
+
+
+def _bind(server: grpc.aio.Server, config: ServiceConfig) -> int:
+    try:
+        return server.add_insecure_port(f"{config.host}:{config.port}")
+    except RuntimeError as error:
+        raise ConfigurationError(
+            f"{config.host}:{config.port} can't be bound; choose a free one", field="--port"
+        ) from error
+
+
+async def _set_health(
+    healthy: health.aio.HealthServicer, names: Sequence[str], *, serving: bool
+) -> None:
+    status = (
+        health_pb2.HealthCheckResponse.SERVING
+        if serving
+        else health_pb2.HealthCheckResponse.NOT_SERVING
+    )
+    for name in names:
+        await healthy.set(name, status)

@@ -1,0 +1,275 @@
+"""The words of the house: what travels between gateway, draft and target.
+
+Frozen dataclasses without torch or protobuf; `wire.py` turns them into messages. Lengths
+and positions count tokens, the prompt's first token is position 0. Ids are non-negative
+ints; durations are seconds.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from enum import Enum, auto
+from typing import NamedTuple
+
+import numpy as np
+import numpy.typing as npt
+
+from common.errors import InvalidRequestError, SequenceError
+
+IntArray = npt.NDArray[np.int64]
+FloatArray = npt.NDArray[np.float64]
+BoolArray = npt.NDArray[np.bool_]
+Tokens = tuple[int, ...]
+
+GREEDY_BELOW = 1e-5
+"""Temperatures below this decode greedily."""
+
+
+class Rule(Enum):
+    """How a draft token is kept or dropped; none of them changes the law of the output."""
+
+    GREEDY = auto()
+    REJECTION = auto()
+    COUPLED = auto()
+
+
+class FinishReason(Enum):
+    """Why a sequence ended."""
+
+    STOP_TOKEN = auto()
+    STOP_STRING = auto()
+    LENGTH = auto()
+
+
+class TokenOrigin(Enum):
+    """How a token was decided."""
+
+    ACCEPTED = auto()
+    RECOVERED = auto()
+    BONUS = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class SamplingParams:
+    """What shapes p, the distribution a token is decided from.
+
+    Raises `InvalidRequestError` naming the field. A temperature below `GREEDY_BELOW` makes
+    the rule GREEDY, whatever was asked for: there is nothing left to draw.
+    """
+
+    temperature: float = 1.0
+    top_k: int = 0  # 0: all
+    top_p: float = 1.0
+    min_p: float = 0.0
+    repetition_penalty: float = 1.0
+    presence_penalty: float = 0.0
+    frequency_penalty: float = 0.0
+    logit_bias: tuple[tuple[int, float], ...] = ()
+    min_tokens: int = 0
+    max_tokens: int = 256
+    stop_token_ids: Tokens = ()
+    ignore_eos: bool = False
+    num_logprobs: int | None = None
+    seed: int = 0  # 64 bits
+    rule: Rule = Rule.COUPLED
+
+    def __post_init__(self) -> None:
+        _check("temperature", self.temperature, 0 <= self.temperature < 1e6, "0 or more, finite")
+        _check("top_k", self.top_k, self.top_k >= 0, "0 (off) or more")
+        _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1")
+        _check("min_p", self.min_p, 0 <= self.min_p < 1, "at least 0, below 1")
+        _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "1 or more")
+        _check("seed", self.seed, 0 <= self.seed < 2**64, "an unsigned 64-bit number")
+        if self.temperature < GREEDY_BELOW:
+            object.__setattr__(self, "rule", Rule.GREEDY)
+        elif self.rule is Rule.GREEDY:
+            raise InvalidRequestError(
+                "the greedy rule needs temperature 0; leave the rule out or set temperature 0",
+                field="speculation.rule",
+            )
+
+
+def _check(name: str, value: object, holds: bool, wanted: str) -> None:
+    if not holds:
+        raise InvalidRequestError(f"is {value}, must be {wanted}", field=f"sampling.{name}")
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SparseDist:
+    """q, exactly as a draft token was sampled from it: unique ids, probabilities summing to 1."""
+
+    token_ids: IntArray
+    probs: FloatArray
+
+
+class ChainId(NamedTuple):
+    """Orders the chains of one sequence; a larger one replaces a smaller one."""
+
+    epoch: int  # set by the gateway, anew for every attachment of a draft
+    serial: int  # set by the draft, grows whenever it draws anew
+
+
+@dataclass(frozen=True, slots=True)
+class OpenSequence:
+    """Brings a sequence to a service."""
+
+    sequence_id: int
+    token_ids: Tokens  # prompt and what is already committed
+    num_prompt: int
+    sampling: SamplingParams
+    lookahead: int = 0  # 0: no drafting
+    priority: int = 0
+    resumed: bool = False
+    timeout_seconds: float | None = None
+    cache_scope: str = ""
+    traceparent: str = ""
+
+
+@dataclass(frozen=True, slots=True)
+class CloseSequence:
+    """Ends a sequence from outside; wins over anything that comes later."""
+
+    sequence_id: int
+
+
+@dataclass(frozen=True, slots=True)
+class Proposal:
+    """The next tokens of a chain."""
+
+    sequence_id: int
+    chain_id: ChainId
+    base_len: int  # committed length that the chain starts from
+    start: int  # absolute position of the first of token_ids
+    token_ids: Tokens
+    distributions: tuple[SparseDist, ...] = ()  # empty: a deterministic guess, q is one-hot
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A verdict, told to the draft."""
+
+    sequence_id: int
+    committed_len: int  # before token_ids
+    token_ids: Tokens
+    lookahead: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerdictTiming:
+    """Durations on the target's own clock."""
+
+    queue_seconds: float = 0.0  # on the first verdict
+    prefill_seconds: float = 0.0  # on the first verdict
+    step_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """What one step decided for one sequence: of token_ids the first num_accepted were drafted."""
+
+    sequence_id: int
+    committed_len: int  # before the step
+    num_tested: int
+    num_accepted: int
+    token_ids: Tokens
+    logprobs: tuple[float, ...] = ()
+    finish_reason: FinishReason | None = None
+    error: SequenceError | None = None
+    lookahead: int = 0
+    step_id: int = 0
+    timing: VerdictTiming = VerdictTiming()
+    num_stale: int = 0  # draft tokens dropped untested since the last verdict
+    num_cached: int = 0  # prompt tokens out of the prefix cache, on the first verdict
+
+    @property
+    def ended(self) -> bool:
+        """Whether nothing more will come for this sequence."""
+        return self.finish_reason is not None or self.error is not None
+
+    def origins(self) -> tuple[TokenOrigin, ...]:
+        """How each of token_ids was decided."""
+        recovered = self.num_tested > self.num_accepted
+        return tuple(
+            TokenOrigin.ACCEPTED
+            if i < self.num_accepted
+            else TokenOrigin.RECOVERED
+            if recovered
+            else TokenOrigin.BONUS
+            for i in range(len(self.token_ids))
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A sequence that has no verdict yet."""
+
+    sequence_id: int
+    num_ahead: int
+    num_prefilled: int
+
+
+@dataclass(frozen=True, slots=True)
+class Refusal:
+    """A draft does not serve this sequence, which goes on undrafted."""
+
+    sequence_id: int
+    error: SequenceError
+
+
+@dataclass(frozen=True, slots=True)
+class EngineStatus:
+    """What an engine's own thread says of itself."""
+
+    num_running: int = 0
+    num_waiting: int = 0
+    num_blocks: int = 0
+    num_free_blocks: int = 0
+    num_ignored: int = 0  # proposals, commits and closes that named an unknown sequence
+
+
+@dataclass(frozen=True, slots=True)
+class Heartbeat:
+    """Asks for an echo."""
+
+    serial: int
+    echo: bool = False
+
+
+@dataclass(frozen=True, slots=True)
+class Draining:
+    """The service is about to stop: open nothing more there."""
+
+    grace_seconds: float
+
+
+@dataclass(frozen=True, slots=True)
+class ModelInfo:
+    """Tells whether two services fit together."""
+
+    name: str
+    vocab_size: int = 0  # 0: a draft without a model, any fits
+    tokenizer_fingerprint: str = ""  # empty: any fits
+    weights_fingerprint: str = ""
+    noise_version: str = ""
+    row_invariant: bool = False
+    eos_token_ids: Tokens = ()
+    context_len: int = 0
+    block_size: int = 0
+    attention_backend: str = ""
+    features: tuple[str, ...] = ()
+    dtype: str = ""
+
+
+TargetEvent = OpenSequence | Proposal | CloseSequence
+DraftEvent = OpenSequence | Commit | CloseSequence
+
+
+@dataclass(frozen=True, slots=True)
+class StepResult:
+    """What a step of an engine has to say; sequence ids are the engine's own."""
+
+    verdicts: tuple[Verdict, ...] = ()
+    proposals: tuple[Proposal, ...] = ()
+    progress: tuple[Progress, ...] = ()
+    refusals: tuple[Refusal, ...] = ()
+    status: EngineStatus = field(default_factory=EngineStatus)

@@ -1,0 +1,1 @@
+"""The draft service: guesses tokens ahead of the target."""

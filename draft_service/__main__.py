@@ -1,0 +1,40 @@
+"""`python -m draft_service`: see `--help`."""
+
+from functools import partial
+
+from common.config import parse, prepare_process
+from common.service import run
+from common.types import ModelInfo
+from draft_service import servicer
+from draft_service.config import DraftConfig
+from draft_service.drafters import Drafter
+from draft_service.drafters.ngram import NgramDrafter
+
+
+def main() -> None:
+    """Run the draft until it is told to stop."""
+    config = parse(DraftConfig)
+    prepare_process(config.cores, config.threads)
+    make = {"ngram": make_ngram, "model": make_model}[config.drafter]
+    run(config, servicer.SERVICE_NAMES, partial(servicer.start, partial(make, config)))
+
+
+def make_ngram(config: DraftConfig) -> tuple[Drafter, ModelInfo]:
+    """A drafter without a model; fits any target."""
+    return NgramDrafter(config.min_ngram, config.max_ngram), ModelInfo(name="ngram")
+
+
+def make_model(config: DraftConfig) -> tuple[Drafter, ModelInfo]:
+    """A drafter with a model of its own."""
+    from common.engine.block_manager import BlockManager  # imports torch
+    from common.engine.loader import load
+    from draft_service.drafters.model import ModelDrafter
+
+    loaded = load(config)
+    blocks = BlockManager(loaded.num_blocks, loaded.info.block_size)
+    drafter = ModelDrafter(loaded.model, blocks, max_rows=config.max_rows, support=config.support)
+    return drafter, loaded.info
+
+
+if __name__ == "__main__":
+    main()

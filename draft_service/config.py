@@ -1,0 +1,25 @@
+"""Settings of the draft service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.config import ModelConfig, ServiceConfig, flag
+
+
+@dataclass(frozen=True)
+class DraftConfig(ModelConfig, ServiceConfig):
+    """Guesses tokens ahead of the target."""
+
+    name: str = field(default="draft", init=False)
+    port: int = flag(7072, "port to listen on; 0 takes a free one, printed at start")
+    drafter: str = flag(
+        "ngram",
+        "ngram: repeat what followed the same words before, needs no model;"
+        " model: the model named by --model",
+        choices=("ngram", "model"),
+    )
+    max_ngram: int = flag(4, "longest run of tokens that the n-gram drafter looks up")
+    min_ngram: int = flag(2, "shortest run of tokens that the n-gram drafter looks up")
+    max_rows: int = flag(512, "rows of one step of the model drafter")
+    support: int = flag(32, "tokens in q under the rejection rule")

@@ -1,0 +1,178 @@
+"""Draws from a model: batched over sequences, on the same paged ragged engine as the target."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.engine.batch import Span, pack
+from common.engine.block_manager import BlockManager
+from common.engine.noise import Domain, GumbelNoise, Noise, NoiseKeys
+from common.engine.paged_model import LanguageModel
+from common.engine.sampling import RowParams, log_probs, sparsify, unusable_rows
+from common.errors import InvalidRequestError
+from common.types import Commit, EngineStatus, IntArray, OpenSequence, Proposal, Rule, SparseDist
+from draft_service.sequence import DraftSequence
+
+
+@dataclass(eq=False)
+class _Entry:
+    seq: DraftSequence
+    num_cached: int = 0  # tokens whose keys and values are in the cache
+    broken: bool = False  # the model yielded no numbers; undrafted from then on
+
+
+class ModelDrafter:
+    """One token a step for every sequence below its lookahead; when memory is short, oldest first.
+
+    A sequence for which there is no memory is not drafted until something changes.
+    """
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        blocks: BlockManager,
+        *,
+        max_rows: int = 512,
+        support: int = 32,
+        noise: Noise | None = None,
+    ) -> None:
+        self._model = model
+        self._blocks = blocks
+        self._max_rows = max_rows
+        self._support = support
+        self._noise = noise or GumbelNoise()
+        self._entries: dict[int, _Entry] = {}  # in order of opening
+        self._starved = False  # the last plan found no room; cleared by any event
+
+    def open(self, s: OpenSequence) -> None:
+        """See `Drafter`."""
+        self._check(s.token_ids)
+        self._blocks.open(s.sequence_id)
+        self._entries[s.sequence_id] = _Entry(DraftSequence.of(s))
+        self._starved = False
+
+    def commit(self, c: Commit) -> None:
+        """See `Drafter`."""
+        self._check(c.token_ids)
+        entry = self._entries[c.sequence_id]
+        self._truncate(entry, min(entry.num_cached, entry.seq.commit(c)))
+        self._starved = False
+
+    def close(self, sid: int) -> None:
+        """See `Drafter`."""
+        del self._entries[sid]
+        self._blocks.free(sid)
+        self._starved = False
+
+    def step(self) -> list[Proposal]:
+        """See `Drafter`."""
+        plan = self._plan()
+        if not plan:
+            self._starved = True
+            return []
+        logits = self._model.forward(pack(plan, self._blocks, self._model.device))
+        drawing = []
+        for span in plan:
+            entry = self._entries[span.sid]
+            entry.num_cached += len(span.token_ids)
+            if span.num_logits:
+                drawing.append(entry)
+        return self._draw(drawing, logits) if drawing else []
+
+    def has_work(self) -> bool:
+        """See `Drafter`."""
+        return not self._starved and any(self._wants(entry) for entry in self._entries.values())
+
+    def status(self) -> EngineStatus:
+        """See `Drafter`."""
+        return EngineStatus(
+            num_running=len(self._entries),
+            num_blocks=self._blocks.num_blocks,
+            num_free_blocks=self._blocks.num_free,
+        )
+
+    def _check(self, token_ids: tuple[int, ...]) -> None:
+        if not all(t < self._model.vocab_size for t in token_ids):
+            raise InvalidRequestError(
+                f"a token id is outside the draft's vocabulary of {self._model.vocab_size}",
+                field="token_ids",
+            )
+
+    def _wants(self, entry: _Entry) -> bool:
+        limit = min(self._model.context_len, self._blocks.capacity)
+        return entry.seq.num_wanted > 0 and len(entry.seq.tokens) < limit and not entry.broken
+
+    def _plan(self) -> list[Span]:
+        """Rows that bring every wanting sequence up to its next token, oldest first."""
+        budget, plan = self._max_rows, []
+        for entry in list(self._entries.values()):
+            seq = entry.seq
+            num = min(len(seq.tokens) - entry.num_cached, budget)
+            if not num or not self._wants(entry):
+                continue
+            if not self._make_room(entry, entry.num_cached + num):
+                break  # all that is left is older, or planned already
+            rows = seq.tokens[entry.num_cached : entry.num_cached + num]
+            complete = entry.num_cached + num == len(seq.tokens)
+            plan.append(Span(seq.sid, entry.num_cached, rows, int(complete)))
+            budget -= num
+        return plan
+
+    def _make_room(self, entry: _Entry, num_slots: int) -> bool:
+        """Reserve slots, taking them from the newest sequences if it must."""
+        newer = list(self._entries.values())
+        while not self._blocks.reserve(entry.seq.sid, num_slots):
+            victim = newer.pop()
+            if victim is entry:
+                return False
+            self._truncate(victim, 0)
+        return True
+
+    def _truncate(self, entry: _Entry, num_cached: int) -> None:
+        entry.num_cached = num_cached
+        self._blocks.truncate(entry.seq.sid, num_cached)
+
+    def _draw(self, drawing: list[_Entry], logits: Tensor) -> list[Proposal]:
+        """One token for each sequence. logits [N, V]"""
+        usable = np.flatnonzero(~unusable_rows(logits))
+        for i, entry in enumerate(drawing):
+            entry.broken = i not in usable
+        drawing = [drawing[i] for i in usable]
+        params = [e.seq.params for e in drawing]
+        log_q = log_probs(
+            logits[torch.from_numpy(usable)], RowParams.of(params, np.ones(len(params), np.int64))
+        )
+        keys = NoiseKeys(
+            np.array([p.seed for p in params], np.uint64),
+            np.array([len(e.seq.tokens) for e in drawing], np.int64),
+        )
+        tokens = np.zeros(len(params), np.int64)
+        dists: dict[int, SparseDist] = {}
+
+        def rows_under(rule: Rule) -> IntArray:
+            return np.flatnonzero([p.rule is rule for p in params])
+
+        if (greedy := rows_under(Rule.GREEDY)).size:
+            tokens[greedy] = log_q[torch.from_numpy(greedy)].argmax(dim=-1).cpu().numpy()
+        if (coupled := rows_under(Rule.COUPLED)).size:
+            chosen = log_q[torch.from_numpy(coupled)]
+            tokens[coupled] = self._noise.choose(keys[coupled], Domain.TOKEN, chosen).cpu().numpy()
+        if (rejection := rows_under(Rule.REJECTION)).size:
+            dists = {i: sparsify(log_q[i], self._support) for i in rejection.tolist()}
+            tokens[rejection] = self._sample(dists, keys[rejection], log_q.shape[1])
+        return [
+            entry.seq.extend([int(tokens[i])], (dists[i],) if i in dists else ())
+            for i, entry in enumerate(drawing)
+        ]
+
+    def _sample(self, dists: dict[int, SparseDist], keys: NoiseKeys, vocab_size: int) -> IntArray:
+        """A token from each q as it will be sent."""
+        log_w = torch.full((len(dists), vocab_size), -torch.inf, dtype=torch.float64)
+        for row, dist in zip(log_w, dists.values(), strict=True):
+            row[torch.from_numpy(dist.token_ids)] = torch.from_numpy(dist.probs).log()
+        tokens: IntArray = self._noise.choose(keys, Domain.DRAFT, log_w).numpy()
+        return tokens

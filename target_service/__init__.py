@@ -1,0 +1,1 @@
+"""The target service: owns the paged KV cache and decides tokens."""

@@ -1,0 +1,129 @@
+"""Which draft tokens are kept, and what stands in place of the first that is not.
+
+Pure: log p and the draft runs of one step in, decisions out. All three rules are exact: the
+law of the tokens that come out is p's, whatever the drafts were.
+
+- GREEDY and COUPLED: the target decides its own token y and keeps the draft token iff it is
+  y. Under COUPLED y is argmax(log p + G) with noise G that the draft shares (Gumbel coupling;
+  Daliri, Musco, Suresh: Coupling without Communication and Drafter-Invariant Speculative
+  Decoding, 2025).
+- REJECTION: keep x iff r * q(x) < p(x), else sample from norm(max(0, p - q)) (Leviathan,
+  Kalman, Matias: Fast Inference from Transformers via Speculative Decoding, ICML 2023,
+  algorithm 1; Chen et al. 2023, theorem 1).
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+import torch
+from torch import Tensor
+
+from common.engine.noise import Domain, Noise, NoiseKeys
+from common.types import BoolArray, IntArray, Rule, SparseDist
+
+NO_DRAFT = -1
+
+
+@dataclass(frozen=True)
+class DraftRuns:
+    """R rows of S sequences: row i of a run holds p for the run's i-th draft token.
+
+    The last row of a run comes after all tokens that the forward pass saw; its draft token,
+    if any, is one that arrived while the pass was running.
+    """
+
+    row_start: IntArray  # [S + 1] first row of each sequence, every sequence has one or more
+    rules: Sequence[Rule]  # [S]
+    draft: IntArray  # [R] token to test, NO_DRAFT where none is at hand (last rows only)
+    keys: NoiseKeys  # [R]
+    dists: Mapping[int, SparseDist]  # row -> q, for REJECTION rows; absent means one-hot
+
+
+@dataclass(frozen=True)
+class Accepted:
+    """Decisions: the first num_emitted of a sequence's rows each decide one token."""
+
+    tokens: IntArray  # [R] meaningful for emitted rows only
+    num_emitted: IntArray  # [S] 1 or more
+    num_tested: IntArray  # [S]
+    num_accepted: IntArray  # [S] the first of the emitted tokens
+
+
+def accept(log_p: Tensor, runs: DraftRuns, noise: Noise) -> Accepted:
+    """Test every run against log p. [R, V]; greedy rows may hold any increasing function of p."""
+    num_rows = np.diff(runs.row_start)
+    tokens = np.full(len(runs.draft), NO_DRAFT, np.int64)
+    kept = np.zeros(len(runs.draft), bool)
+
+    def rows_under(rule: Rule) -> IntArray:
+        return np.flatnonzero(np.repeat([r is rule for r in runs.rules], num_rows))
+
+    greedy, coupled = rows_under(Rule.GREEDY), rows_under(Rule.COUPLED)
+    if greedy.size:
+        tokens[greedy] = _rows(log_p, greedy).argmax(dim=-1).cpu().numpy()
+    if coupled.size:
+        own = noise.choose(runs.keys[coupled], Domain.TOKEN, _rows(log_p, coupled))
+        tokens[coupled] = own.cpu().numpy()
+    kept[:] = (tokens == runs.draft) & (runs.draft != NO_DRAFT)
+    rejection = rows_under(Rule.REJECTION)
+    tested = rejection[runs.draft[rejection] != NO_DRAFT]
+    if tested.size:
+        kept[tested] = _passes(log_p, tested, runs, noise)
+        tokens[tested] = runs.draft[tested]
+
+    last = _deciding_rows(kept, runs.row_start)
+    resampled = np.intersect1d(last[~kept[last]], rejection)
+    if resampled.size:
+        log_w = _log_residual(log_p, resampled, runs)
+        drawn = noise.choose(runs.keys[resampled], Domain.RESIDUAL, log_w)
+        tokens[resampled] = drawn.cpu().numpy()
+
+    num_emitted = last - runs.row_start[:-1] + 1
+    return Accepted(
+        tokens=tokens,
+        num_emitted=num_emitted,
+        num_tested=num_emitted - (runs.draft[last] == NO_DRAFT),
+        num_accepted=num_emitted - 1 + kept[last],
+    )
+
+
+def _rows(log_p: Tensor, rows: IntArray) -> Tensor:
+    return log_p if len(rows) == log_p.shape[0] else log_p[torch.from_numpy(rows).to(log_p.device)]
+
+
+def _deciding_rows(kept: BoolArray, row_start: IntArray) -> IntArray:
+    """The first row of each sequence whose token was not kept, else its last. [S]"""
+    candidates = np.where(kept, len(kept), np.arange(len(kept)))
+    return np.minimum(np.minimum.reduceat(candidates, row_start[:-1]), row_start[1:] - 1)
+
+
+def _passes(log_p: Tensor, tested: IntArray, runs: DraftRuns, noise: Noise) -> BoolArray:
+    """Whether each tested row's draft token is kept. [N] -> [N] bool"""
+    x = runs.draft[tested]
+    index = torch.from_numpy(tested).to(log_p.device), torch.from_numpy(x).to(log_p.device)
+    p = log_p[index].double().exp()
+    q = np.ones(len(x))  # a guess without q is one-hot
+    for i, row in enumerate(tested.tolist()):
+        if (dist := runs.dists.get(row)) is not None:
+            q[i] = dist.probs[dist.token_ids == x[i]].sum()
+    passes: BoolArray = noise.keep(runs.keys[tested], p, torch.from_numpy(q).to(p)).cpu().numpy()
+    return passes
+
+
+def _log_residual(log_p: Tensor, rows: IntArray, runs: DraftRuns) -> Tensor:
+    """Log of max(0, p - q), of p where nothing was tested; not normalised. [N] -> [N, V]"""
+    p = log_p[torch.from_numpy(rows).to(log_p.device)].double().exp()  # [N, V]
+    residual = p.clone()
+    for i, row in enumerate(rows.tolist()):
+        if (dist := runs.dists.get(row)) is not None:
+            ids = torch.from_numpy(dist.token_ids).to(p.device)
+            residual[i, ids] -= torch.from_numpy(dist.probs).to(p)
+        elif runs.draft[row] != NO_DRAFT:
+            residual[i, int(runs.draft[row])] = 0.0
+    residual = residual.clamp_(min=0.0)
+    # p = q up to rounding leaves nothing, and then p is as right as anything.
+    nothing_left = residual.sum(dim=-1, keepdim=True) <= 0.0
+    return torch.where(nothing_left, p, residual).log()

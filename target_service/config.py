@@ -1,0 +1,18 @@
+"""Settings of the target service."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+from common.config import ModelConfig, ServiceConfig, flag
+
+
+@dataclass(frozen=True)
+class TargetConfig(ModelConfig, ServiceConfig):
+    """Owns the paged KV cache of a model and decides tokens."""
+
+    name: str = field(default="target", init=False)
+    port: int = flag(7071, "port to listen on; 0 takes a free one, printed at start")
+    max_running: int = flag(64, "sequences that take part in a step")
+    max_rows: int = flag(512, "rows of one step: decoding, drafted and prompt rows together")
+    max_waiting: int = flag(1024, "sequences that may wait; more are refused")

@@ -1,0 +1,247 @@
+"""The target's heart: drain, schedule, run, accept, commit.
+
+One thread owns it; `submit` alone may be called from others. It knows neither gRPC nor
+threads, so a test can drive it step by step and choose at which step a piece of a chain
+arrives.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import deque
+
+from common.engine.block_manager import BlockManager
+from common.engine.noise import GumbelNoise, Noise
+from common.engine.paged_model import LanguageModel
+from common.errors import (
+    CapacityError,
+    InternalFaultError,
+    InvalidRequestError,
+    TandemError,
+    sequence_error,
+)
+from common.types import (
+    CloseSequence,
+    EngineStatus,
+    FinishReason,
+    OpenSequence,
+    Progress,
+    Proposal,
+    StepResult,
+    TargetEvent,
+    Verdict,
+    VerdictTiming,
+)
+from target_service.scheduler import Scheduler, SchedulerConfig
+from target_service.sequence import Sequence
+from target_service.verify import Decision, batch_of, decide
+
+PROGRESS_EVERY_SECONDS = 0.5
+
+
+class TargetEngine:
+    """Decides tokens in a continuous batching loop over a paged KV cache."""
+
+    def __init__(
+        self,
+        model: LanguageModel,
+        blocks: BlockManager,
+        *,
+        eos_token_ids: tuple[int, ...] = (),
+        config: SchedulerConfig | None = None,
+        noise: Noise | None = None,
+    ) -> None:
+        self._model = model
+        self._blocks = blocks
+        self._eos = eos_token_ids
+        self._noise = noise or GumbelNoise()
+        self.scheduler = Scheduler(config or SchedulerConfig(), blocks)
+        self._inbox: deque[TargetEvent] = deque()  # filled by submit, on any thread
+        self._deferred: list[TargetEvent] = []  # taken out in mid-step, for the next one
+        self._sequences: dict[int, Sequence] = {}
+        self._refused: list[Verdict] = []  # of this step's opens
+        self._step_id = 0
+        self._num_ignored = 0
+        self._progress_at = 0.0
+
+    def submit(self, event: TargetEvent) -> None:
+        """Put an event into the inbox; any thread."""
+        self._inbox.append(event)
+
+    def has_work(self) -> bool:
+        """Whether a step now would do anything."""
+        return bool(self._inbox or self._deferred or self._sequences)
+
+    def num_live(self) -> int:
+        """How many sequences are open."""
+        return len(self._sequences)
+
+    def step(self) -> StepResult:
+        """One forward pass over whatever there is to do."""
+        began = time.monotonic()
+        self._drain()
+        plan = self.scheduler.plan()
+        verdicts = self._refused
+        self._refused = []
+        if plan:
+            self._step_id += 1
+            for work in plan:
+                work.seq.started_at = work.seq.started_at or began
+            logits = self._model.forward(batch_of(plan, self._blocks, self._model.device))
+            self._drain_late_proposals()
+            verdicts += self._commit(decide(plan, logits, self._noise), began)
+        return StepResult(
+            verdicts=tuple(verdicts), progress=self._progress(began), status=self._status()
+        )
+
+    # -- 1. drain ----------------------------------------------------------------------
+
+    def _drain(self) -> None:
+        events, self._deferred = self._deferred, []
+        while self._inbox:
+            events.append(self._inbox.popleft())
+        for event in events:
+            match event:
+                case OpenSequence():
+                    self._open(event)
+                case Proposal():
+                    self._offer(event)
+                case CloseSequence():
+                    self._close(event)
+
+    def _drain_late_proposals(self) -> None:
+        """What arrived while the pass was running; all but proposals waits for the next step."""
+        while self._inbox:
+            event = self._inbox.popleft()
+            if isinstance(event, Proposal) and event.sequence_id in self._sequences:
+                self._offer(event)
+            else:
+                self._deferred.append(event)
+
+    def _open(self, event: OpenSequence) -> None:
+        try:
+            self._check(event)
+        except TandemError as error:
+            self._refused.append(_failure(event.sequence_id, len(event.token_ids), error))
+            return
+        seq = Sequence.of(event, self._eos, self._model.context_len, time.monotonic())
+        self._sequences[seq.sid] = seq
+        self.scheduler.add(seq)
+
+    def _check(self, event: OpenSequence) -> None:
+        num, context_len = len(event.token_ids), self._model.context_len
+        if num == 0:
+            raise InvalidRequestError("is empty, must hold one token or more", field="input")
+        if num >= context_len:
+            raise InvalidRequestError(
+                f"has {num} tokens, must leave room for one more within the context of"
+                f" {context_len}",
+                field="input",
+            )
+        if not all(0 <= t < self._model.vocab_size for t in event.token_ids):
+            raise InvalidRequestError(
+                f"has token ids of {self._model.vocab_size} (the vocabulary) or above",
+                field="input",
+            )
+        longest = min(event.num_prompt + event.sampling.max_tokens, context_len) - 1
+        if longest > self._blocks.capacity:
+            raise CapacityError(
+                f"prompt and max_tokens need {longest} slots of the KV cache, which has"
+                f" {self._blocks.capacity}; ask for less, or raise --num-kv-tokens",
+                field="sampling.max_tokens",
+            )
+        if self.scheduler.full and not event.resumed:
+            raise CapacityError("the target's queue is full", retry_after_seconds=1.0)
+
+    def _offer(self, event: Proposal) -> None:
+        if seq := self._sequences.get(event.sequence_id):
+            seq.offer(event, self._model.vocab_size)
+        else:
+            self._num_ignored += 1
+
+    def _close(self, event: CloseSequence) -> None:
+        if seq := self._sequences.pop(event.sequence_id, None):
+            self.scheduler.remove(seq)
+        else:
+            self._num_ignored += 1
+
+    # -- 5. commit ---------------------------------------------------------------------
+
+    def _commit(self, decisions: list[Decision], began: float) -> list[Verdict]:
+        took = time.monotonic() - began
+        verdicts = []
+        for decision in decisions:
+            seq = decision.work.seq
+            if decision.emitted:
+                verdicts.append(self._commit_one(decision, began, took))
+            else:
+                error = InternalFaultError("the model yielded no finite logits")
+                verdicts.append(_failure(seq.sid, len(seq.tokens), error))
+            if verdicts[-1].ended:
+                del self._sequences[seq.sid]
+                self.scheduler.remove(seq)
+        return verdicts
+
+    def _commit_one(self, decision: Decision, began: float, took: float) -> Verdict:
+        seq, committed_len = decision.work.seq, len(decision.work.seq.tokens)
+        emitted, reason = _cut(seq, decision.emitted)
+        num_tested = min(decision.num_tested, len(emitted))
+        seq.num_tested += num_tested
+        seq.settle(emitted)
+        if reason is not None and seq.chain:
+            seq.chain.kill()
+        seq.num_cached = len(seq.tokens) - 1
+        self._blocks.truncate(seq.sid, seq.num_cached)
+        started = seq.started_at or began
+        first = committed_len == seq.num_prompt
+        return Verdict(
+            sequence_id=seq.sid,
+            committed_len=committed_len,
+            num_tested=num_tested,
+            num_accepted=min(decision.num_accepted, len(emitted)),
+            token_ids=tuple(emitted),
+            finish_reason=reason,
+            lookahead=seq.lookahead,
+            step_id=self._step_id,
+            timing=VerdictTiming(
+                queue_seconds=started - seq.opened_at if first else 0.0,
+                prefill_seconds=began + took - started if first else 0.0,
+                step_seconds=took,
+            ),
+            num_stale=seq.take_stale(),
+        )
+
+    # -- what the engine says of itself ------------------------------------------------
+
+    def _progress(self, now: float) -> tuple[Progress, ...]:
+        if now - self._progress_at < PROGRESS_EVERY_SECONDS:
+            return ()
+        self._progress_at = now
+        waiting = [Progress(s.sid, i + 1, 0) for i, s in enumerate(self.scheduler.waiting)]
+        reading = [
+            Progress(s.sid, 0, s.num_cached) for s in self.scheduler.running if not s.decoding
+        ]
+        return tuple(waiting + reading)
+
+    def _status(self) -> EngineStatus:
+        return EngineStatus(
+            num_running=len(self.scheduler.running),
+            num_waiting=len(self.scheduler.waiting),
+            num_blocks=self._blocks.num_blocks,
+            num_free_blocks=self._blocks.num_free,
+            num_ignored=self._num_ignored,
+        )
+
+
+def _cut(seq: Sequence, emitted: list[int]) -> tuple[list[int], FinishReason | None]:
+    """What is left of decided tokens once a stop token or a limit has cut them, and why."""
+    for i, token in enumerate(emitted):
+        if token in seq.stop_ids:
+            return emitted[: i + 1], FinishReason.STOP_TOKEN
+        if len(seq.tokens) + i + 1 >= seq.max_len:
+            return emitted[: i + 1], FinishReason.LENGTH
+    return emitted, None
+
+
+def _failure(sid: int, committed_len: int, error: TandemError) -> Verdict:
+    return Verdict(sid, committed_len, 0, 0, (), error=sequence_error(error))
