@@ -24,7 +24,8 @@ class Lease:
         self._leases = leases
         self.outbox: Outbox[Any] = Outbox()
         self.engine_ids: dict[int, int] = {}  # wire id -> engine id
-        self.said_at = 0.0  # monotonic, set by Leases.deliver
+        self.said_at = 0.0  # monotonic, when it last heard the engine's status
+        self.said_busy = False  # whether that status told of sequences
 
     def submit(self, event: Any) -> None:
         """Pass an open, proposal, commit or close on to the engine."""
@@ -92,9 +93,11 @@ class Leases:
             if isinstance(reply, Refusal) or (isinstance(reply, Verdict) and reply.ended):
                 self._forget(reply.sequence_id)
         status = replace(result.status, num_ignored=result.status.num_ignored + self.num_ignored)
+        busy = status.num_running + status.num_waiting > 0
         for lease in self._leases:
-            if now - lease.said_at >= self.STATUS_EVERY_SECONDS:
-                lease.said_at = now
+            falls_idle = lease.said_busy and not busy
+            if falls_idle or now - lease.said_at >= self.STATUS_EVERY_SECONDS:
+                lease.said_at, lease.said_busy = now, busy
                 lease.outbox.put(status)
 
     def announce(self, draining: Draining) -> None:

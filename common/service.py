@@ -93,7 +93,8 @@ async def _serve(config: ServiceConfig, service_names: Sequence[str], start: Sta
     starting: asyncio.Future[Running] = asyncio.ensure_future(start(server))
     await asyncio.wait([starting, told], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
-        sys.exit(f"tandem {config.name}: told to stop while starting")
+        log.info("told to stop while starting")
+        os._exit(0)  # a thread that loads a model can't be interrupted
     running = starting.result()
     await server.start()
     watched = ("", "live", "ready", *service_names)

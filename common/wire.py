@@ -53,7 +53,7 @@ def duration(seconds: float) -> Duration:
 
 def seconds(message: Duration) -> float:
     """A protobuf duration as seconds."""
-    return message.seconds + message.nanos / 1e9
+    return message.ToNanoseconds() / 1e9
 
 
 _RULES: Mapping[Rule, pb.Rule.ValueType] = {r: pb.Rule.Value(f"RULE_{r.name}") for r in Rule}

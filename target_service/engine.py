@@ -85,8 +85,9 @@ class TargetEngine:
         self._refused = []
         if plan:
             self._step_id += 1
+            now = time.monotonic()
             for work in plan:
-                work.seq.started_at = work.seq.started_at or began
+                work.seq.started_at = work.seq.started_at or now
             logits = self._model.forward(batch_of(plan, self._blocks, self._model.device))
             self._drain_late_proposals()
             verdicts += self._commit(decide(plan, logits, self._noise), began)

@@ -2,12 +2,12 @@
 
 What travels between the two is delayed by the script: at which target step a piece of a
 chain arrives, before the step or while its forward pass runs, and how many steps late a
-commit reaches the draft. Both directions keep their order, as streams do.
+commit reaches the draft. What belongs to one sequence keeps its order, as streams do.
 """
 
 from __future__ import annotations
 
-from collections import Counter, deque
+from collections import Counter, defaultdict, deque
 from collections.abc import Callable, Iterable, Iterator
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
@@ -80,7 +80,8 @@ class Driver:
         self._drafted: set[int] = set()
         self._epoch = 1
         self._half = 0  # time in half steps: even before a pass, odd during it
-        self._pieces: deque[tuple[int, Proposal]] = deque()
+        self._pieces: dict[int, list[Proposal]] = defaultdict(list)  # by time of arrival
+        self._latest: dict[int, int] = {}  # arrival of a sequence's last piece
         self._commits: deque[tuple[int, Commit]] = deque()
         self._piece_delays = _forever(script.piece_delays)
         self._draft_steps = _forever(script.draft_steps)
@@ -133,14 +134,15 @@ class Driver:
     def _send(self, proposal: Proposal) -> None:
         for piece in _split(proposal) if self.script.split else [proposal]:
             stamped = replace(piece, chain_id=ChainId(self._epoch, piece.chain_id.serial))
-            due = self._half + next(self._piece_delays)
-            earlier = self._pieces[-1][0] if self._pieces else 0
-            self._pieces.append((max(due, earlier), stamped))
+            sid = piece.sequence_id
+            due = max(self._half + next(self._piece_delays), self._latest.get(sid, 0))
+            self._latest[sid] = due
+            self._pieces[due].append(stamped)
             self.counts["drafted"] += len(piece.token_ids)
 
     def _arrive(self) -> None:
-        while self._pieces and self._pieces[0][0] <= self._half:
-            self.target.submit(self._pieces.popleft()[1])
+        for piece in self._pieces.pop(self._half, ()):
+            self.target.submit(piece)
 
     def _hear(self, v: Verdict) -> None:
         assert v.error is None, v.error

@@ -58,47 +58,53 @@ class Noise(Protocol):
         """One index a row with probability proportional to exp(log_w). [N, V] -> [N] int64."""
 
 
+CHUNK = 1 << 16
+"""Numbers made at once: as many rows as fit the processor's cache, one at least."""
+
+
 class GumbelNoise:
     """The real noise: argmax(log w + G), with G = -log(-log u) standard Gumbel."""
 
     def keep(self, keys: NoiseKeys, p: Tensor, q: Tensor) -> Tensor:
         """See `Noise`."""
-        r = torch.cat([uniform(key, 1) for key in stream_keys(keys, Domain.ACCEPT)])
-        return r.to(p.device) * q < p
+        r = uniform(stream_keys(keys, Domain.ACCEPT).to(p.device), 1).squeeze(1)
+        return r * q < p
 
     def choose(self, keys: NoiseKeys, domain: Domain, log_w: Tensor) -> Tensor:
-        """See `Noise`. Row by row: a row's noise then fits the cache."""
-        chosen = torch.empty(log_w.shape[0], dtype=torch.int64)
-        for i, key in enumerate(stream_keys(keys, domain)):
-            chosen[i] = torch.argmax(log_w[i].double() + gumbel(key, log_w.shape[1], log_w.device))
-        return chosen.to(log_w.device)
+        """See `Noise`."""
+        num = max(1, CHUNK // log_w.shape[1])
+        streams = stream_keys(keys, domain).to(log_w.device)
+        chosen = [
+            (gumbel(some, log_w.shape[1]).add_(w)).argmax(dim=-1)
+            for some, w in zip(torch.split(streams, num), torch.split(log_w, num), strict=True)
+        ]
+        return torch.cat(chosen)
 
 
-def stream_keys(keys: NoiseKeys, domain: Domain) -> list[int]:
-    """One signed 64-bit stream key a row."""
+def stream_keys(keys: NoiseKeys, domain: Domain) -> Tensor:
+    """One 64-bit stream key a row, as int64. [N]"""
     with np.errstate(over="ignore"):
         h = _mix(keys.seeds + np.uint64(_GAMMA))
         h = _mix((h ^ keys.positions.astype(np.uint64)) + np.uint64(_GAMMA))
         h = _mix((h ^ np.uint64(domain)) + np.uint64(_GAMMA))
-    signed: list[int] = h.view(np.int64).tolist()
-    return signed
+    return torch.from_numpy(h.view(np.int64))
 
 
-def uniform(key: int, n: int, device: torch.device | str = "cpu") -> Tensor:
-    """The first n uniforms of a stream, strictly inside (0, 1), float64. [n]"""
-    z = torch.arange(1, n + 1, dtype=torch.int64, device=device)
-    z.mul_(_signed(_GAMMA)).add_(key)
+def uniform(streams: Tensor, n: int) -> Tensor:
+    """The first n uniforms of each stream, strictly inside (0, 1), float64. [N] -> [N, n]"""
+    steps = torch.arange(1, n + 1, dtype=torch.int64, device=streams.device).mul_(_signed(_GAMMA))
+    z = streams.unsqueeze(1) + steps  # wraps around, like the 64-bit arithmetic it stands for
     for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
         z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
     z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
     # 52 bits and a half: the largest value, 1 - 2**-53, is still a float64 below 1.
-    bits = (z >> 12).bitwise_and_((1 << 52) - 1)
+    bits = z.bitwise_right_shift_(12).bitwise_and_((1 << 52) - 1)
     return bits.double().add_(0.5).mul_(2.0**-52)
 
 
-def gumbel(key: int, n: int, device: torch.device | str = "cpu") -> Tensor:
-    """The first n standard Gumbel numbers of a stream, float64. [n]"""
-    return uniform(key, n, device).log_().neg_().log_().neg_()
+def gumbel(streams: Tensor, n: int) -> Tensor:
+    """The first n standard Gumbel numbers of each stream, float64. [N] -> [N, n]"""
+    return uniform(streams, n).log_().neg_().log_().neg_()
 
 
 def hash_seed(seed: int, index: int) -> int:

@@ -129,16 +129,15 @@ def _top_p_floor(best: Tensor, wanted: Tensor) -> Tensor:
     return floor.masked_fill(num_short == best.shape[1], torch.nan)
 
 
-def sparsify(log_p: Tensor, support: int) -> SparseDist:
-    """q: the likeliest tokens of one row, renormalised in float64. [V] -> [<= support]"""
-    best = log_p.double().topk(min(support, log_p.shape[0]))
-    alive = best.values > -torch.inf
-    probs = torch.softmax(best.values[alive], dim=0)
-    probs = probs / probs.sum()
-    alive_probs = probs > 0
-    return SparseDist(
-        best.indices[alive][alive_probs].cpu().numpy(), probs[alive_probs].cpu().numpy()
-    )
+def sparsify(log_p: Tensor, support: int) -> list[SparseDist]:
+    """q of every row: its likeliest tokens, renormalised in float64. [N, V] -> N of [<= support]"""
+    best = log_p.double().topk(min(support, log_p.shape[1]), dim=-1)
+    probs = torch.softmax(best.values, dim=-1).cpu().numpy()
+    dists = []
+    for ids, p in zip(best.indices.cpu().numpy(), probs, strict=True):
+        alive = p > 0
+        dists.append(SparseDist(ids[alive], p[alive] / p[alive].sum()))
+    return dists
 
 
 def unusable_rows(logits: Tensor) -> BoolArray:

@@ -162,7 +162,8 @@ class ModelDrafter:
             chosen = log_q[torch.from_numpy(coupled)]
             tokens[coupled] = self._noise.choose(keys[coupled], Domain.TOKEN, chosen).cpu().numpy()
         if (rejection := rows_under(Rule.REJECTION)).size:
-            dists = {i: sparsify(log_q[i], self._support) for i in rejection.tolist()}
+            qs = sparsify(log_q[torch.from_numpy(rejection)], self._support)
+            dists = dict(zip(rejection.tolist(), qs, strict=True))
             tokens[rejection] = self._sample(dists, keys[rejection], log_q.shape[1])
         return [
             entry.seq.extend([int(tokens[i])], (dists[i],) if i in dists else ())

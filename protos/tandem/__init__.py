@@ -1,0 +1,1 @@
+"""The wire contract; `v1` holds generated code."""

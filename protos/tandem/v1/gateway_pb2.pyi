@@ -117,8 +117,8 @@ class GenerationSpec(_message.Message):
 
     @_builtins.property
     def sampling(self) -> _types_pb2.SamplingParams:
-        """sampling shapes the distribution. Its seed and rule are ignored in favour of the
-        fields below. Unset means temperature 1 and no filters.
+        """sampling shapes the distribution. Its seed and rule must be left unset in favour of
+        the fields below. Unset means temperature 1 and no filters.
         """
 
     @_builtins.property

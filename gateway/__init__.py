@@ -1,0 +1,1 @@
+"""The gateway: joins clients, targets and drafts. No torch here."""

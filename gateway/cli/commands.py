@@ -1,0 +1,168 @@
+"""The commands of `tandem`."""
+
+from __future__ import annotations
+
+import contextlib
+import logging
+import signal
+import sys
+import time
+from collections.abc import Iterator
+from enum import StrEnum
+from typing import Annotated, Any, NoReturn
+
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from common.errors import TandemError
+from common.types import Rule
+from gateway.cli import demo as demonstration
+from gateway.cli import render
+from gateway.cli.processes import LocalStack, StackError
+from gateway.client import Client, Delta, Finished, Message, Options, Started
+
+app = typer.Typer(
+    help="Speculative decoding split over a draft and a target service.",
+    no_args_is_help=True,
+    add_completion=False,
+)
+GATEWAY = "127.0.0.1:7070"
+
+Gateway = Annotated[str, typer.Option("--gateway", "-g", help="address of the gateway")]
+Model = Annotated[
+    str, typer.Option(help="hub id, folder or .gguf file; empty: the packaged small model")
+]
+Draft = Annotated[str, typer.Option(help="ngram, none, or a model to draft with")]
+Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float64")]
+
+
+class RuleName(StrEnum):
+    """Names of the rules on the command line."""
+
+    GREEDY = "greedy"
+    REJECTION = "rejection"
+    COUPLED = "coupled"
+
+
+@contextlib.contextmanager
+def _told_errors() -> Iterator[None]:
+    """One red line for what can be told."""
+    try:
+        yield
+    except (TandemError, StackError) as error:
+        Console(stderr=True, soft_wrap=True).print(Text(f"tandem: {error}", style="red"))
+        sys.exit(1)
+
+
+def _stop_on_sigterm() -> None:
+    """Let SIGTERM do what Ctrl-C does, so that child processes are stopped."""
+
+    def interrupt(*_: object) -> NoReturn:
+        raise KeyboardInterrupt
+
+    signal.signal(signal.SIGTERM, interrupt)
+
+
+@app.command()
+def up(
+    model: Model = "",
+    draft: Draft = "ngram",
+    dtype: Dtype = "auto",
+    host: Annotated[str, typer.Option(help="address the gateway listens on")] = "127.0.0.1",
+    port: Annotated[int, typer.Option(help="port of the gateway; 0: a free one")] = 7070,
+    lookahead: Annotated[int, typer.Option(help="how far drafts may be ahead")] = 8,
+) -> None:
+    """Run target, draft and gateway on this machine until Ctrl-C."""
+    logging.basicConfig(format="tandem: %(message)s", stream=sys.stderr)
+    _stop_on_sigterm()
+    console = render.console()
+    console.print("starting; a model may take a while to load")
+    args = [f"--host={host}", f"--lookahead={lookahead}"]
+    with _told_errors(), contextlib.suppress(KeyboardInterrupt):
+        stack = LocalStack(model=model, draft=draft, dtype=dtype, port=port, gateway_args=args)
+        with stack:
+            console.print(f'serves on {stack.gateway_address}; ask it: tandem generate "Hello"')
+            while True:
+                time.sleep(0.2)
+                stack.check()
+
+
+@app.command()
+def generate(
+    prompt: Annotated[str, typer.Argument(help="what to answer, or to continue with --raw")],
+    gateway: Gateway = GATEWAY,
+    raw: Annotated[bool, typer.Option("--raw", help="continue the text, without a chat")] = False,
+    system: Annotated[str, typer.Option(help="the chat's system message")] = "",
+    show_drafts: Annotated[
+        bool, typer.Option("--show-drafts", help="colour tokens by their origin")
+    ] = False,
+    stats: Annotated[bool, typer.Option("--stats", help="print the figures at the end")] = False,
+    model: Annotated[str, typer.Option(help="model to ask; empty: the only one")] = "",
+    max_tokens: Annotated[int | None, typer.Option(help="most tokens of the answer")] = None,
+    temperature: Annotated[float, typer.Option(help="0: the likeliest token, always")] = 1.0,
+    top_k: Annotated[int, typer.Option(help="of the k likeliest tokens only; 0: all")] = 0,
+    top_p: Annotated[float, typer.Option(help="of the likeliest with this mass only")] = 1.0,
+    min_p: Annotated[float, typer.Option(help="none below this part of the likeliest")] = 0.0,
+    stop: Annotated[list[str] | None, typer.Option(help="ends the text; repeatable")] = None,
+    stop_token_id: Annotated[list[int] | None, typer.Option(help="repeatable")] = None,
+    seed: Annotated[int | None, typer.Option(help="reproduces an answer")] = None,
+    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="run on over the end")] = False,
+    rule: Annotated[RuleName | None, typer.Option(help="how draft tokens are tested")] = None,
+    lookahead: Annotated[int | None, typer.Option(help="how far drafts may be ahead")] = None,
+    speculate: Annotated[bool, typer.Option(help="whether to use drafts")] = True,
+    priority: Annotated[int, typer.Option(help="higher goes first")] = 0,
+    timeout: Annotated[float | None, typer.Option(help="seconds until it is given up")] = None,
+) -> None:
+    """Ask a running gateway and stream the answer."""
+    options = Options(
+        model=model,
+        max_tokens=max_tokens,
+        temperature=temperature,
+        top_k=top_k,
+        top_p=top_p,
+        min_p=min_p,
+        stop=stop or (),
+        stop_token_ids=tuple(stop_token_id or ()),
+        seed=seed,
+        ignore_eos=ignore_eos,
+        rule=Rule[rule.name] if rule else None,
+        lookahead=lookahead,
+        speculate=speculate,
+        priority=priority,
+        timeout=timeout,
+    )
+    turns: Any = prompt
+    if not raw:
+        turns = [Message("system", system)] if system else []
+        turns.append(Message("user", prompt))
+    console = render.console()
+    with _told_errors(), Client(gateway) as client:
+        started: Started | None = None
+        for event in client.stream(turns, options):
+            if isinstance(event, Started):
+                started = event
+            elif isinstance(event, Delta):
+                piece = render.coloured(event) if show_drafts else Text(event.text)
+                render.print_piece(console, piece)
+            elif isinstance(event, Finished):
+                console.print()
+                if stats and started is not None:
+                    rule_name = started.rule.name.lower()
+                    console.print(f"\nseed {started.seed}, {rule_name}, {started.model}")
+                    console.print(render.stats(event))
+
+
+@app.command()
+def status(gateway: Gateway = GATEWAY) -> None:
+    """Show a gateway and its peers."""
+    with _told_errors(), Client(gateway) as client:
+        render.console().print(render.status(client.status()))
+
+
+@app.command()
+def demo(model: Model = "", dtype: Dtype = "auto") -> None:
+    """Start a stack, let a model answer with n-gram drafts, show what was accepted, stop."""
+    _stop_on_sigterm()
+    with _told_errors():
+        demonstration.run(model, dtype)

@@ -1,0 +1,170 @@
+"""What clients ask for and hear, without protobuf; `wire.py` turns it into messages."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from enum import Enum, auto
+
+from common.types import (
+    EngineStatus,
+    FinishReason,
+    ModelInfo,
+    Rule,
+    SamplingParams,
+    TokenOrigin,
+    Tokens,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Message:
+    """One turn of a conversation; the role is system, user or assistant."""
+
+    role: str
+    content: str
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationRequest:
+    """A request that has been found good."""
+
+    request_id: str
+    model: ModelInfo
+    prompt: Tokens
+    sampling: SamplingParams
+    stop_strings: tuple[str, ...] = ()
+    lookahead: int = 0  # 0: no drafting
+    priority: int = 0
+    timeout_seconds: float | None = None
+
+
+@dataclass(frozen=True, slots=True)
+class Started:
+    """How a request was taken; the first event."""
+
+    request_id: str
+    seed: int  # reproduces the text under the coupled rule
+    rule: Rule
+    model: str
+    weights_fingerprint: str
+    num_prompt_tokens: int
+    max_lookahead: int  # 0: no drafting
+
+
+@dataclass(frozen=True, slots=True)
+class Progress:
+    """A request that has no text yet."""
+
+    num_ahead: int  # requests that wait before this one
+    num_prefilled: int
+
+
+@dataclass(frozen=True, slots=True)
+class Delta:
+    """The next piece of text and the tokens decided, one origin and text end for each token.
+
+    `text_ends[i]` is how many characters of `text` are out once token i is in.
+    """
+
+    text: str
+    token_ids: Tokens
+    origins: tuple[TokenOrigin, ...]
+    text_ends: tuple[int, ...]
+
+
+@dataclass(frozen=True, slots=True)
+class Usage:
+    """Counts of tokens."""
+
+    prompt: int
+    cached: int = 0
+    delivered: int = 0
+    discarded: int = 0  # decided beyond a stop string
+
+
+@dataclass(frozen=True, slots=True)
+class SpeculationFigures:
+    """What drafting did for one request, in draft tokens unless said."""
+
+    steps: int = 0  # verdicts that brought tokens
+    drafted: int = 0  # relayed to the target
+    tested: int = 0
+    accepted: int = 0
+    accepted_per_position: tuple[int, ...] = ()
+    stale: int = 0  # not tested
+    undrafted_steps: int = 0  # steps that tested nothing
+
+
+@dataclass(frozen=True, slots=True)
+class GenerationTiming:
+    """Where the time went: gateway's clock for the first two, the target's for the others."""
+
+    total_seconds: float = 0.0
+    time_to_first_token_seconds: float = 0.0
+    queue_seconds: float = 0.0
+    prefill_seconds: float = 0.0
+    steps_seconds: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class Finished:
+    """The end of a text that was not cut by an error; the last event."""
+
+    reason: FinishReason
+    usage: Usage
+    speculation: SpeculationFigures
+    timing: GenerationTiming
+    stop: str = ""  # the stop string that ended the text
+
+
+Event = Started | Progress | Delta | Finished
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """A whole text."""
+
+    text: str
+    token_ids: Tokens
+    origins: tuple[TokenOrigin, ...]
+    started: Started
+    finished: Finished
+
+
+class PeerKind(Enum):
+    """What a peer does."""
+
+    TARGET = auto()
+    DRAFT = auto()
+
+
+class PeerState(Enum):
+    """How things stand with a peer."""
+
+    CONNECTING = auto()
+    READY = auto()
+    DRAINING = auto()
+    MISMATCHED = auto()
+
+
+@dataclass(frozen=True, slots=True)
+class PeerStatus:
+    """One target or draft, as the gateway sees it."""
+
+    kind: PeerKind
+    address: str
+    state: PeerState
+    detail: str = ""
+    model: ModelInfo | None = None
+    engine: EngineStatus | None = None
+    round_trip_seconds: float | None = None
+    num_sequences: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class GatewayStatus:
+    """The gateway and its peers."""
+
+    version: str
+    num_live_requests: int
+    peers: tuple[PeerStatus, ...]

@@ -1,0 +1,222 @@
+"""What clients hear, as dataclasses inside and protobuf at the edge.
+
+`api.py` encodes, `client.py` decodes.
+"""
+
+from __future__ import annotations
+
+from tandem.v1 import gateway_pb2 as pb
+
+from common.types import FinishReason, Rule
+from common.wire import (
+    duration,
+    finish_reason_from_pb,
+    finish_reason_to_pb,
+    model_from_pb,
+    model_to_pb,
+    origins_from_pb,
+    origins_to_pb,
+    rule_from_pb,
+    rule_to_pb,
+    seconds,
+    status_from_pb,
+    status_to_pb,
+)
+from gateway.types import (
+    Delta,
+    Event,
+    Finished,
+    GatewayStatus,
+    Generation,
+    GenerationTiming,
+    PeerKind,
+    PeerState,
+    PeerStatus,
+    Progress,
+    SpeculationFigures,
+    Started,
+    Usage,
+)
+
+
+def _started_to_pb(s: Started) -> pb.Started:
+    return pb.Started(
+        request_id=s.request_id,
+        seed=s.seed,
+        rule=rule_to_pb(s.rule),
+        model=s.model,
+        weights_fingerprint=s.weights_fingerprint,
+        num_prompt_tokens=s.num_prompt_tokens,
+        max_lookahead=s.max_lookahead,
+    )
+
+
+def _started_from_pb(m: pb.Started) -> Started:
+    return Started(
+        request_id=m.request_id,
+        seed=m.seed,
+        rule=rule_from_pb(m.rule, Rule.COUPLED),
+        model=m.model,
+        weights_fingerprint=m.weights_fingerprint,
+        num_prompt_tokens=m.num_prompt_tokens,
+        max_lookahead=m.max_lookahead,
+    )
+
+
+def _delta_to_pb(d: Delta) -> pb.Delta:
+    return pb.Delta(
+        text=d.text,
+        token_ids=d.token_ids,
+        origins=origins_to_pb(d.origins),
+        text_ends=d.text_ends,
+    )
+
+
+def _delta_from_pb(m: pb.Delta) -> Delta:
+    return Delta(m.text, tuple(m.token_ids), origins_from_pb(m.origins), tuple(m.text_ends))
+
+
+def _finished_to_pb(f: Finished) -> pb.Finished:
+    usage, figures, timing = f.usage, f.speculation, f.timing
+    return pb.Finished(
+        reason=finish_reason_to_pb(f.reason),
+        usage=pb.Usage(
+            prompt=usage.prompt,
+            cached=usage.cached,
+            delivered=usage.delivered,
+            discarded=usage.discarded,
+        ),
+        speculation=pb.SpeculationFigures(
+            steps=figures.steps,
+            drafted=figures.drafted,
+            tested=figures.tested,
+            accepted=figures.accepted,
+            accepted_per_position=figures.accepted_per_position,
+            stale=figures.stale,
+            undrafted_steps=figures.undrafted_steps,
+        ),
+        timing=pb.GenerationTiming(
+            total=duration(timing.total_seconds),
+            time_to_first_token=duration(timing.time_to_first_token_seconds),
+            queue=duration(timing.queue_seconds),
+            prefill=duration(timing.prefill_seconds),
+            steps=duration(timing.steps_seconds),
+        ),
+        stop=f.stop,
+    )
+
+
+def _finished_from_pb(m: pb.Finished) -> Finished:
+    usage, figures, timing = m.usage, m.speculation, m.timing
+    return Finished(
+        reason=finish_reason_from_pb(m.reason) or FinishReason.LENGTH,
+        usage=Usage(usage.prompt, usage.cached, usage.delivered, usage.discarded),
+        speculation=SpeculationFigures(
+            figures.steps,
+            figures.drafted,
+            figures.tested,
+            figures.accepted,
+            tuple(figures.accepted_per_position),
+            figures.stale,
+            figures.undrafted_steps,
+        ),
+        timing=GenerationTiming(
+            seconds(timing.total),
+            seconds(timing.time_to_first_token),
+            seconds(timing.queue),
+            seconds(timing.prefill),
+            seconds(timing.steps),
+        ),
+        stop=m.stop,
+    )
+
+
+def event_to_pb(event: Event) -> pb.StreamGenerateResponse:
+    """One event of a stream."""
+    if isinstance(event, Started):
+        return pb.StreamGenerateResponse(started=_started_to_pb(event))
+    if isinstance(event, Progress):
+        progress = pb.GenerationProgress(
+            num_ahead=event.num_ahead, num_prefilled=event.num_prefilled
+        )
+        return pb.StreamGenerateResponse(progress=progress)
+    if isinstance(event, Delta):
+        return pb.StreamGenerateResponse(delta=_delta_to_pb(event))
+    return pb.StreamGenerateResponse(finished=_finished_to_pb(event))
+
+
+def event_from_pb(m: pb.StreamGenerateResponse) -> Event | None:
+    """One event of a stream; None for one that a newer gateway knows and we don't."""
+    match m.WhichOneof("event"):
+        case "started":
+            return _started_from_pb(m.started)
+        case "progress":
+            return Progress(m.progress.num_ahead, m.progress.num_prefilled)
+        case "delta":
+            return _delta_from_pb(m.delta)
+        case "finished":
+            return _finished_from_pb(m.finished)
+    return None
+
+
+def generation_to_pb(g: Generation) -> pb.GenerateResponse:
+    """A whole text."""
+    return pb.GenerateResponse(
+        started=_started_to_pb(g.started),
+        text=g.text,
+        token_ids=g.token_ids,
+        origins=origins_to_pb(g.origins),
+        finished=_finished_to_pb(g.finished),
+    )
+
+
+def generation_from_pb(m: pb.GenerateResponse) -> Generation:
+    """A whole text."""
+    return Generation(
+        text=m.text,
+        token_ids=tuple(m.token_ids),
+        origins=origins_from_pb(m.origins),
+        started=_started_from_pb(m.started),
+        finished=_finished_from_pb(m.finished),
+    )
+
+
+def _peer_to_pb(p: PeerStatus) -> pb.PeerStatus:
+    known = p.round_trip_seconds is not None
+    return pb.PeerStatus(
+        kind=pb.PeerKind.Value(f"PEER_KIND_{p.kind.name}"),
+        address=p.address,
+        state=pb.PeerState.Value(f"PEER_STATE_{p.state.name}"),
+        detail=p.detail,
+        model=model_to_pb(p.model) if p.model else None,
+        engine=status_to_pb(p.engine) if p.engine else None,
+        round_trip=duration(p.round_trip_seconds or 0.0) if known else None,
+        num_sequences=p.num_sequences,
+    )
+
+
+def _peer_from_pb(m: pb.PeerStatus) -> PeerStatus:
+    return PeerStatus(
+        kind=PeerKind[pb.PeerKind.Name(m.kind).removeprefix("PEER_KIND_")],
+        address=m.address,
+        state=PeerState[pb.PeerState.Name(m.state).removeprefix("PEER_STATE_")],
+        detail=m.detail,
+        model=model_from_pb(m.model) if m.HasField("model") else None,
+        engine=status_from_pb(m.engine) if m.HasField("engine") else None,
+        round_trip_seconds=seconds(m.round_trip) if m.HasField("round_trip") else None,
+        num_sequences=m.num_sequences,
+    )
+
+
+def gateway_status_to_pb(s: GatewayStatus) -> pb.GetStatusResponse:
+    """The gateway and its peers."""
+    return pb.GetStatusResponse(
+        version=s.version,
+        num_live_requests=s.num_live_requests,
+        peers=[_peer_to_pb(p) for p in s.peers],
+    )
+
+
+def gateway_status_from_pb(m: pb.GetStatusResponse) -> GatewayStatus:
+    """The gateway and its peers."""
+    return GatewayStatus(m.version, m.num_live_requests, tuple(map(_peer_from_pb, m.peers)))

@@ -1,0 +1,180 @@
+"""The law of the output, summed over all noise, equals the target's.
+
+A vocabulary of three, texts of three tokens, the real engine and the real model drafter over
+table models, every arrival pattern of the drafts. Probabilities are exact sums (see
+`tests/enumerate_noise.py`), so the error is rounding: below 1e-12.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter, defaultdict
+from collections.abc import Callable
+from dataclasses import dataclass, field
+
+import numpy as np
+import pytest
+import torch
+
+from common.engine.block_manager import BlockManager
+from common.engine.noise import Domain, Noise, NoiseKeys
+from common.types import FloatArray, OpenSequence, Rule, SamplingParams
+from draft_service.drafters.model import ModelDrafter
+from target_service.engine import TargetEngine
+from tests.driver import Driver, HookedModel, Script
+from tests.enumerate_noise import Chooser, EnumeratingNoise, outcomes
+from tests.models import TableModel
+
+V, LENGTH, PROMPT = 3, 3, (1,)
+TOLERANCE = 1e-12
+
+
+def _table(seed: int, sharp: float) -> torch.Tensor:
+    rng = np.random.default_rng(seed)
+    return torch.from_numpy(rng.normal(scale=sharp, size=(4, V, V)))
+
+
+TARGET = _table(1, 1.0)
+DRAFTS = {
+    "good": TARGET + 0.3 * _table(2, 1.0),
+    "bad": _table(3, 2.0),
+    "opposed": -4.0 * TARGET,
+}
+# When a piece arrives, in half steps: before the next pass, during it, before or during the
+# one after. Of three tokens the last is never drafted, so two pieces and what follows them.
+DELAYS = list(itertools.product((0, 1, 2, 3), repeat=2))
+PATTERNS = [Script(list(d), [pace], [0]) for d in DELAYS for pace in (1, 2)]
+MORE_PATTERNS = [
+    Script(list(d), pace, [lag])
+    for d in itertools.product((0, 1, 2, 3), repeat=3)
+    for pace in ([1], [2], [0, 2])
+    for lag in (0, 1)
+]
+
+
+@dataclass
+class Sum:
+    """What came out of all paths of one or more patterns."""
+
+    law: dict[tuple[int, ...], float] = field(default_factory=lambda: defaultdict(float))
+    counts: Counter[str] = field(default_factory=Counter)
+
+
+def _sum(
+    script: Script,
+    params: SamplingParams,
+    draft: torch.Tensor,
+    drafter_noise: Callable[[EnumeratingNoise], Noise] = lambda noise: noise,
+) -> Sum:
+    found = Sum()
+
+    def program(chooser: Chooser) -> tuple[int, ...]:
+        noise = EnumeratingNoise(chooser)
+        model = HookedModel(TableModel(TARGET))
+        engine = TargetEngine(model, BlockManager(4, 4), noise=noise)
+        drafter = ModelDrafter(TableModel(draft), BlockManager(4, 4), noise=drafter_noise(noise))
+        driver = Driver(engine, model, lambda: drafter, script)
+        text = driver.run([OpenSequence(1, PROMPT, 1, params, lookahead=2)])[1]
+        found.counts.update(driver.counts)
+        return tuple(text)
+
+    for text, probability in outcomes(program):
+        found.law[text] += probability
+        found.counts["paths"] += 1
+    return found
+
+
+def _expected(top_k: int = 0) -> dict[tuple[int, ...], float]:
+    """The target's own law, by plain numpy."""
+
+    def p(position: int, last: int) -> FloatArray:
+        logits = TARGET[position % 4, last].numpy()
+        w = np.exp(logits)
+        if top_k:
+            w[np.argsort(-logits)[top_k:]] = 0.0
+        normalised: FloatArray = w / w.sum()
+        return normalised
+
+    law = {}
+    for text in itertools.product(range(V), repeat=LENGTH):
+        tokens = (*PROMPT, *text)
+        law[text] = float(np.prod([p(i, tokens[i])[tokens[i + 1]] for i in range(LENGTH)]))
+    return law
+
+
+def _error(law: dict[tuple[int, ...], float], expected: dict[tuple[int, ...], float]) -> float:
+    return max(abs(law[text] - expected[text]) for text in expected)
+
+
+def _params(rule: Rule, top_k: int = 0) -> SamplingParams:
+    return SamplingParams(temperature=1.0, max_tokens=LENGTH, rule=rule, top_k=top_k, seed=5)
+
+
+def _check(
+    rule: Rule, draft: str, patterns: list[Script], top_k: int, show: Callable[[str], None]
+) -> None:
+    expected, counts, worst = _expected(top_k), Counter[str](), 0.0
+    for script in patterns:
+        found = _sum(script, _params(rule, top_k), DRAFTS[draft])
+        worst = max(worst, _error(found.law, expected))
+        counts.update(found.counts)
+    show(
+        f"exact law {rule.name:9} {draft:8} {len(patterns)} arrival patterns,"
+        f" {counts['paths']} paths, tested {counts['tested']}, accepted {counts['accepted']},"
+        f" stale {counts['stale']}, largest error {worst:.1e}"
+    )
+    assert counts["tested"] > 0
+    assert counts["stale"] > 0
+    assert worst < TOLERANCE
+
+
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.COUPLED])
+def test_law_of_the_output(rule: Rule, draft: str, show: Callable[[str], None]) -> None:
+    _check(rule, draft, PATTERNS, 0, show)
+
+
+@pytest.mark.heavy
+@pytest.mark.timeout(1800)
+@pytest.mark.parametrize("top_k", [0, 2])
+@pytest.mark.parametrize("draft", DRAFTS)
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.COUPLED])
+def test_law_of_the_output_in_more_patterns(
+    rule: Rule, draft: str, top_k: int, show: Callable[[str], None]
+) -> None:
+    _check(rule, draft, MORE_PATTERNS[:: 1 + top_k], top_k, show)
+
+
+def test_shared_noise_under_rejection_is_seen() -> None:
+    """The sum is not blind: let the draft draw from the noise that resampling uses."""
+
+    class Leaky:
+        def __init__(self, noise: EnumeratingNoise) -> None:
+            self._noise = noise
+
+        def keep(self, keys: NoiseKeys, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
+            return self._noise.keep(keys, p, q)
+
+        def choose(self, keys: NoiseKeys, domain: Domain, log_w: torch.Tensor) -> torch.Tensor:
+            return self._noise.choose(keys, Domain.RESIDUAL, log_w)
+
+    script, params = Script([0], [2]), _params(Rule.REJECTION)
+    honest = _error(_sum(script, params, DRAFTS["good"]).law, _expected())
+    leaky = _error(_sum(script, params, DRAFTS["good"], Leaky).law, _expected())
+    assert honest < TOLERANCE
+    assert leaky > 1e-3
+
+
+def test_coupling_is_as_likely_as_theory_says() -> None:
+    """P(x = y) under Gumbel coupling is the sum over i of 1 / sum_v max(p_v / p_i, q_v / q_i)."""
+    p, q = np.array([0.5, 0.3, 0.2]), np.array([0.1, 0.6, 0.3])
+    keys = NoiseKeys(np.zeros(1, np.uint64), np.zeros(1, np.int64))
+
+    def program(chooser: Chooser) -> bool:
+        noise = EnumeratingNoise(chooser)
+        x, y = (noise.choose(keys, Domain.TOKEN, torch.from_numpy(w).log()[None]) for w in (q, p))
+        return bool(x == y)
+
+    equal = sum(probability for same, probability in outcomes(program) if same)
+    theory = sum(1 / np.maximum(p / p[i], q / q[i]).sum() for i in range(V))
+    assert equal == pytest.approx(theory, abs=1e-14)
