@@ -36,7 +36,7 @@ from target_service.scheduler import Scheduler, SchedulerConfig
 from target_service.sequence import Sequence
 from target_service.verify import Decision, batch_of, decide
 
-PROGRESS_EVERY_SECONDS = 0.5
+PROGRESS_EVERY_SECONDS = 0.25
 
 
 class TargetEngine:

@@ -156,9 +156,11 @@ class Sequence:
         """Whether every token can be tested; under REJECTION q is judged on all its support."""
         if not all(0 <= t < vocab_size for t in p.token_ids):
             return False
+        if len(p.distributions) not in (0, len(p.token_ids)):
+            return False
         if self.params.rule is not Rule.REJECTION or not p.distributions:
             return True
-        return len(p.distributions) == len(p.token_ids) and all(
+        return all(
             _is_distribution(d, vocab_size) and t in d.token_ids
             for d, t in zip(p.distributions, p.token_ids, strict=True)
         )

@@ -1,0 +1,244 @@
+"""Which rows a step runs, and who gives way when rows or blocks are short."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from common.engine.block_manager import BlockManager
+from common.types import ChainId, OpenSequence, Proposal, SamplingParams
+from target_service.scheduler import Scheduler, SchedulerConfig, Work
+from target_service.sequence import Sequence
+
+BLOCK = 4
+
+
+class House:
+    """A scheduler, its blocks, and steps without a model: every decision is token 7."""
+
+    def __init__(self, num_blocks: int = 100, **limits: int) -> None:
+        self.blocks = BlockManager(num_blocks, BLOCK)
+        self.scheduler = Scheduler(SchedulerConfig(**limits), self.blocks)
+
+    def add(self, sid: int, length: int = 4, priority: int = 0, max_tokens: int = 50) -> Sequence:
+        params = SamplingParams(max_tokens=max_tokens)
+        o = OpenSequence(sid, (7,) * length, length, params, lookahead=8, priority=priority)
+        seq = Sequence.of(o, (), 1000, 0.0)
+        self.scheduler.add(seq)
+        return seq
+
+    def step(self) -> list[Work]:
+        plan = self.scheduler.plan()
+        self.blocks.check_integrity()
+        for work in plan:
+            seq = work.seq
+            assert len(self.blocks.table(seq.sid)) * BLOCK >= seq.num_cached + len(work.rows)
+            if not work.decides:
+                seq.num_cached += work.num_rows
+                continue
+            seq.settle([7] * (1 + len(work.run)))
+            seq.num_cached = len(seq.tokens) - 1
+            self.blocks.truncate(seq.sid, seq.num_cached)
+        return plan
+
+    def running(self) -> list[int]:
+        return [s.sid for s in self.scheduler.running]
+
+    def waiting(self) -> list[int]:
+        return [s.sid for s in self.scheduler.waiting]
+
+
+def _draft(seq: Sequence, num: int) -> None:
+    num_tokens = len(seq.tokens)
+    seq.offer(Proposal(seq.sid, ChainId(1, num_tokens), num_tokens, num_tokens, (7,) * num), 8)
+
+
+def _rows(plan: list[Work]) -> dict[int, tuple[int, int]]:
+    """Committed and drafted rows of each sequence."""
+    return {w.seq.sid: (w.num_rows, len(w.run)) for w in plan}
+
+
+def test_first_come_first_served_within_a_priority() -> None:
+    house = House(max_running=3)
+    for sid, priority in ((1, 0), (2, 0), (3, 5), (4, 5), (5, -1), (6, 9)):
+        house.add(sid, priority=priority)
+    assert house.waiting() == [6, 3, 4, 1, 2, 5]
+    house.step()
+    assert (house.running(), house.waiting()) == ([6, 3, 4], [1, 2, 5])
+
+
+def test_the_queue_is_full_at_its_limit() -> None:
+    house = House(max_waiting=2)
+    house.add(1)
+    assert not house.scheduler.full
+    house.add(2)
+    assert house.scheduler.full
+    house.step()
+    assert not house.scheduler.full
+
+
+def test_admission_waits_for_blocks_of_the_whole_prompt_and_a_token_more() -> None:
+    house = House(num_blocks=4)
+    house.add(1, length=7)
+    house.add(2, length=8)  # three blocks with the token more, two are left
+    house.add(3, length=1)  # would fit, but does not overtake
+    assert _rows(house.step()) == {1: (7, 0)}
+    assert house.waiting() == [2, 3]
+    house.scheduler.remove(house.scheduler.running[0])
+    assert _rows(house.step()) == {2: (8, 0), 3: (1, 0)}
+
+
+def test_admission_counts_what_a_running_prompt_will_still_need() -> None:
+    house = House(num_blocks=4, max_rows=4)
+    house.add(1, length=11)
+    assert _rows(house.step()) == {1: (4, 0)}
+    house.add(2, length=4)  # three blocks are free, but two of them are spoken for
+    assert _rows(house.step()) == {1: (4, 0)}
+    assert house.waiting() == [2]
+
+
+def test_a_prompt_is_read_in_chunks_and_decoding_goes_first() -> None:
+    house = House(max_rows=6)
+    house.add(1, length=4)
+    house.add(2, length=13)
+    assert _rows(house.step()) == {1: (4, 0), 2: (2, 0)}
+    assert _rows(house.step()) == {1: (1, 0), 2: (5, 0)}
+    assert _rows(house.step()) == {1: (1, 0), 2: (5, 0)}
+    assert _rows(house.step()) == {1: (1, 0), 2: (1, 0)}
+
+
+def test_drafts_get_what_prompts_leave() -> None:
+    house = House(max_rows=8)
+    first = house.add(1, length=4)
+    house.step()
+    house.add(2, length=9)
+    _draft(first, 5)
+    assert _rows(house.step()) == {1: (1, 0), 2: (7, 0)}
+    _draft(first, 6)
+    assert _rows(house.step()) == {1: (1, 5), 2: (2, 0)}
+
+
+def test_a_prompt_that_is_not_read_whole_takes_no_draft() -> None:
+    house = House(max_rows=4)
+    seq = house.add(1, length=6)
+    _draft(seq, 3)
+    assert _rows(house.step()) == {1: (4, 0)}
+    assert _rows(house.step()) == {1: (2, 2)}
+
+
+def test_a_draft_takes_free_blocks_only() -> None:
+    house = House(num_blocks=4)
+    first, second = house.add(1, length=6), house.add(2, length=6)
+    assert house.step()
+    _draft(first, 8)
+    _draft(second, 8)
+    # Two blocks each hold 8 slots; 7 are taken by the token to decide from.
+    assert _rows(house.step()) == {1: (1, 1), 2: (1, 1)}
+    assert house.scheduler.num_preemptions == 0
+
+
+def test_drafted_rows_are_given_up_before_anyone_is_preempted() -> None:
+    house = House(num_blocks=3)
+    first = house.add(1, length=3)
+    second = house.add(2, length=3)
+    house.step()
+    _draft(first, 8)
+    # The first could fill its block's last slot and the free block, until the second moves on.
+    assert _rows(house.step()) == {1: (1, 4), 2: (1, 0)}
+    assert house.blocks.num_free == 0
+    house.scheduler.remove(first)
+    _draft(second, 8)
+    assert _rows(house.step()) == {2: (1, 7)}
+    assert house.scheduler.num_preemptions == 0
+
+
+def test_the_newest_of_the_lowest_priority_is_preempted() -> None:
+    house = House(num_blocks=4)
+    for sid, priority in ((1, 1), (2, 0), (3, 0), (4, 1)):
+        house.add(sid, length=3, priority=priority)
+    house.step()
+    assert house.running() == [1, 4, 2, 3]
+    assert len(_rows(house.step())) == 4  # each block is full now
+    assert _rows(house.step()) == {1: (1, 0), 4: (1, 0)}  # 3 gave way to 1, 2 to 4
+    assert house.scheduler.num_preemptions == 2
+    assert house.waiting() == [2, 3]
+
+
+def test_the_preempted_recompute_first_in_their_priority() -> None:
+    house = House(num_blocks=2)
+    house.add(1, length=3)
+    second = house.add(2, length=3)
+    house.add(3, length=3)
+    house.add(4, length=3, priority=1)
+    house.step()
+    assert house.running() == [4, 1]
+    house.step()
+    house.step()
+    assert (house.running(), house.waiting()) == ([4], [1, 2, 3])
+    for seq in (*house.scheduler.running, house.scheduler.waiting[0]):
+        house.scheduler.remove(seq)
+    assert _rows(house.step()) == {2: (3, 0), 3: (3, 0)}
+    house.step()
+    house.step()
+    assert (house.running(), house.waiting()) == ([2], [3])
+    house.scheduler.remove(second)
+    assert _rows(house.step()) == {3: (5, 0)}  # prompt and decided tokens, once more
+
+
+def test_a_prompt_may_be_preempted_half_read() -> None:
+    """It reads a token a step while the first, decoding, takes the block it would end in."""
+    house = House(num_blocks=5, max_rows=2)
+    house.add(1, length=4)
+    for _ in range(3):
+        house.step()
+    second = house.add(2, length=11)
+    while not house.scheduler.num_preemptions:
+        num_read = second.num_cached
+        assert house.step()
+    assert 0 < num_read < 10
+    assert (house.running(), house.waiting()) == ([1], [2])
+    assert (second.num_cached, house.blocks.table(2)) == (0, [])
+
+
+@pytest.mark.parametrize("where", ["waiting", "running"])
+def test_removing_frees_the_blocks(where: str) -> None:
+    house = House()
+    seq = house.add(1, length=9)
+    if where == "running":
+        house.step()
+        assert house.blocks.num_free == 97
+    house.scheduler.remove(seq)
+    assert house.blocks.num_free == 100
+    assert house.scheduler.plan() == []
+
+
+LENGTHS = st.lists(
+    st.tuples(st.integers(1, 20), st.integers(-1, 1), st.integers(0, 6)), min_size=1, max_size=8
+)
+
+
+@given(LENGTHS, st.integers(6, 12), st.integers(1, 12), st.integers(1, 4))
+def test_any_mixture_finishes(
+    sequences: list[tuple[int, int, int]], num_blocks: int, max_rows: int, max_running: int
+) -> None:
+    """All end, each step keeps to its limits, and somebody moves on in every step."""
+    house = House(num_blocks, max_rows=max_rows, max_running=max_running)
+    seqs = [house.add(i, *shape, max_tokens=4) for i, (*shape, _) in enumerate(sequences)]
+    live = set(seqs)
+    for _ in range(2000):
+        if not live:
+            break
+        for seq in live:
+            _draft(seq, sequences[seq.sid][2])
+        before = {s: len(s.tokens) + s.num_cached for s in live}
+        plan = house.step()
+        assert 0 < sum(len(w.rows) for w in plan) <= max_rows
+        assert len(house.running()) <= max_running
+        assert any(len(s.tokens) + s.num_cached > before[s] for s in live)
+        for seq in [s for s in live if len(s.tokens) >= s.max_len]:
+            assert len(seq.tokens) == seq.max_len
+            house.scheduler.remove(seq)
+            live.remove(seq)
+    assert not live
+    assert house.blocks.num_free == num_blocks
