@@ -33,10 +33,12 @@ demo: install  ## a real model answers through three processes
 	$(BIN)/tandem demo
 
 test: install check  ## what every change must pass (under 8 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not heavy"
+	$(BIN)/python -m pytest -n auto -m "not heavy and not processes"
+	$(BIN)/python -m pytest -m "not heavy and processes"
 
-test-all: install check  ## everything
-	$(BIN)/python -m pytest
+test-all: install check  ## everything (about half an hour)
+	$(BIN)/python -m pytest -n auto -m "not processes"
+	$(BIN)/python -m pytest -m processes
 
 check: install  ## lint, types, import rules, wire contract
 	PATH="$(CURDIR)/$(BIN):$$PATH" .ci/check

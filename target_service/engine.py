@@ -144,6 +144,16 @@ class TargetEngine:
                 f"has token ids of {self._model.vocab_size} (the vocabulary) or above",
                 field="input",
             )
+        if not 1 <= event.num_prompt <= num:
+            raise InvalidRequestError(
+                f"is {event.num_prompt}, must be 1 to {num}, the number of token ids",
+                field="num_prompt",
+            )
+        if num - event.num_prompt >= event.sampling.max_tokens:
+            raise InvalidRequestError(
+                f"is {event.sampling.max_tokens}, and as many are decided already",
+                field="sampling.max_tokens",
+            )
         longest = min(event.num_prompt + event.sampling.max_tokens, context_len) - 1
         if longest > self._blocks.capacity:
             raise CapacityError(

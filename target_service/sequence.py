@@ -125,7 +125,7 @@ class Sequence:
 
     def late_draft(self, run: list[Draft]) -> Draft | None:
         """The last-row rule: a token for the position after a run may have come meanwhile."""
-        if self.chain is None or len(self.chain.drafts) <= len(run):
+        if self.chain is None or not len(run) < min(len(self.chain.drafts), self.lookahead):
             return None
         ahead = self.chain.drafts[: len(run)]
         agrees = [d.token for d in ahead] == [d.token for d in run]

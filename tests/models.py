@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -48,9 +49,8 @@ CONFIGS: dict[str, Any] = {
 def transformer(family: str, dtype: torch.dtype = torch.float64) -> Any:
     """An untrained model, always the same; its logits are as uneven as a trained one's."""
     torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(
-        CONFIGS[family], dtype=dtype, attn_implementation="sdpa"
-    )
+    config = deepcopy(CONFIGS[family])  # a model keeps it, and its attention's name in it
+    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
     return model.eval().requires_grad_(False)
 
 

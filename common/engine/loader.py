@@ -6,12 +6,14 @@ What can't be served exactly is refused here, at start, with the reason. This fi
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import importlib.util
 import logging
 import os
 import shutil
 import tempfile
+from collections.abc import Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
@@ -56,13 +58,17 @@ def load(config: ModelConfig) -> LoadedModel:
     if config.threads:
         torch.set_num_threads(config.threads)
     folder, name = resolve(config)
-    hf_config = AutoConfig.from_pretrained(folder)
+    with _reading(name):
+        hf_config = AutoConfig.from_pretrained(folder)
     dtype = _dtype(config.dtype, hf_config)
     _refuse_by_config(hf_config, name)
     text = hf_config.get_text_config()
     # torch's attention is the better reference, but knows no softcap.
     oracle = "eager" if getattr(text, "attn_logit_softcapping", None) else "sdpa"
-    model = AutoModelForCausalLM.from_pretrained(folder, dtype=dtype, attn_implementation=oracle)
+    with _reading(name):
+        model = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=oracle
+        )
     model = model.to(config.device).eval().requires_grad_(False)
     paged, num_blocks = build(model, config)
     files = tokenizer_files(folder)
@@ -179,8 +185,18 @@ def tokenizer_files(folder: Path) -> dict[str, bytes]:
     if (folder / "tokenizer.json").is_file():
         return tokenizer.read_files(folder)
     with tempfile.TemporaryDirectory() as converted:
-        AutoTokenizer.from_pretrained(folder).save_pretrained(converted)
+        with _reading(f"the tokenizer of {folder.name}"):
+            AutoTokenizer.from_pretrained(folder).save_pretrained(converted)
         return tokenizer.read_files(Path(converted))
+
+
+@contextlib.contextmanager
+def _reading(what: str) -> Iterator[None]:
+    """Says what can't be read, whatever the library under it raises."""
+    try:
+        yield
+    except Exception as error:
+        raise ConfigurationError(f"{what} can't be read: {error}", field="--model") from error
 
 
 def _dtype(wanted: str, hf_config: Any) -> torch.dtype:
