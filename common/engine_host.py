@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncIterator, Callable, Iterable
+from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
-from typing import Any, TypeVar
+from typing import Any, Protocol, TypeVar
 
 from common.engine_thread import Engine, EngineThread
 from common.errors import InvalidRequestError, UnavailableError
@@ -22,6 +22,22 @@ RequestT = TypeVar("RequestT")
 STUCK_SECONDS = 60.0
 
 
+class Observer(Protocol):
+    """Watches the sequences of a service, for metrics and traces; ids are the engine's.
+
+    Called in the event loop's thread; must be quick and must not fail.
+    """
+
+    def opened(self, sequence: OpenSequence) -> None:
+        """A sequence was handed to the engine."""
+
+    def stepped(self, result: StepResult) -> None:
+        """A step has ended, or nothing was to do."""
+
+    def closed(self, sequence_id: int) -> None:
+        """A sequence has ended by itself (`stepped` told so) or was closed from outside."""
+
+
 class EngineHost:
     """Joins an engine's thread and the streams in the event loop.
 
@@ -29,12 +45,13 @@ class EngineHost:
     `STUCK_SECONDS`; the service then stops with an error.
     """
 
-    def __init__(self, engine: Engine[Any]) -> None:
+    def __init__(self, engine: Engine[Any], observers: Sequence[Observer] = ()) -> None:
         self._engine = engine
+        self._observers = observers
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
         self._thread = EngineThread(engine, self._on_engine_step, self._on_engine_failure)
-        self.leases = Leases(self._to_engine)
+        self.leases = Leases(self._to_engine, self._closed)
         self._draining: Draining | None = None
         self._watchdog: asyncio.Task[None] | None = None
 
@@ -97,7 +114,10 @@ class EngineHost:
         engine_id = self.leases.open(lease, wire_id)
         if engine_id is None:
             raise InvalidRequestError(f"{wire_id} is open on this stream", field="sequence_id")
-        self._to_engine(replace(sequence, sequence_id=engine_id))
+        sequence = replace(sequence, sequence_id=engine_id)
+        for observer in self._observers:
+            observer.opened(sequence)
+        self._to_engine(sequence)
 
     @staticmethod
     def echo(lease: Lease, heartbeats: Iterable[Heartbeat]) -> None:
@@ -110,7 +130,16 @@ class EngineHost:
         self._thread.wake()
 
     def _on_engine_step(self, result: StepResult) -> None:
-        self._loop.call_soon_threadsafe(self.leases.deliver, result)
+        self._loop.call_soon_threadsafe(self._deliver, result)
+
+    def _deliver(self, result: StepResult) -> None:
+        for observer in self._observers:
+            observer.stepped(result)
+        self.leases.deliver(result)
+
+    def _closed(self, engine_id: int) -> None:
+        for observer in self._observers:
+            observer.closed(engine_id)
 
     def _on_engine_failure(self, error: BaseException) -> None:
         self._loop.call_soon_threadsafe(self._fail, error)

@@ -33,12 +33,21 @@ class Lease:
 
 
 class Leases:
-    """All streams of a service; `submit` is the engine's inbox."""
+    """All streams of a service.
+
+    `submit` is the engine's inbox; `forgotten` is told the engine's id of every sequence that
+    no stream holds any more.
+    """
 
     STATUS_EVERY_SECONDS = 0.5
 
-    def __init__(self, submit: Callable[[Any], None]) -> None:
+    def __init__(
+        self,
+        submit: Callable[[Any], None],
+        forgotten: Callable[[int], None] = lambda engine_id: None,
+    ) -> None:
         self._submit = submit
+        self._forgotten = forgotten
         self._ids = itertools.count(1)
         self._leases: set[Lease] = set()
         self._holders: dict[int, tuple[Lease, int]] = {}  # engine id -> lease, wire id
@@ -63,7 +72,7 @@ class Leases:
         return len(self._holders)
 
     def open(self, lease: Lease, wire_id: int) -> int | None:
-        """The engine's id for a new sequence, or None if the stream has used this one before."""
+        """The engine's id for a new sequence, or None if the stream holds this one already."""
         if wire_id in lease.engine_ids:
             return None
         engine_id = next(self._ids)
@@ -120,3 +129,4 @@ class Leases:
     def _forget(self, engine_id: int) -> None:
         lease, wire_id = self._holders.pop(engine_id)
         del lease.engine_ids[wire_id]
+        self._forgotten(engine_id)

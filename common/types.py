@@ -225,6 +225,7 @@ class EngineStatus:
     num_blocks: int = 0
     num_free_blocks: int = 0
     num_ignored: int = 0  # proposals, commits and closes that named an unknown sequence
+    num_preemptions: int = 0  # ever
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,9 +266,21 @@ DraftEvent = OpenSequence | Commit | CloseSequence
 
 
 @dataclass(frozen=True, slots=True)
+class StepInfo:
+    """One forward pass: for those who watch an engine."""
+
+    step_id: int
+    began: float  # monotonic seconds
+    seconds: float
+    num_sequences: int
+    num_rows: int  # decoding, drafted and prompt rows together
+
+
+@dataclass(frozen=True, slots=True)
 class StepResult:
     """What a step of an engine has to say; sequence ids are the engine's own."""
 
+    info: StepInfo | None = None  # None: there was nothing to run
     verdicts: tuple[Verdict, ...] = ()
     proposals: tuple[Proposal, ...] = ()
     progress: tuple[Progress, ...] = ()

@@ -307,13 +307,19 @@ def status_to_pb(s: EngineStatus) -> pb.EngineStatus:
         num_blocks=s.num_blocks,
         num_free_blocks=s.num_free_blocks,
         num_ignored=s.num_ignored,
+        num_preemptions=s.num_preemptions,
     )
 
 
 def status_from_pb(m: pb.EngineStatus) -> EngineStatus:
     """What an engine says of itself."""
     return EngineStatus(
-        m.num_running, m.num_waiting, m.num_blocks, m.num_free_blocks, m.num_ignored
+        m.num_running,
+        m.num_waiting,
+        m.num_blocks,
+        m.num_free_blocks,
+        m.num_ignored,
+        m.num_preemptions,
     )
 
 

@@ -27,6 +27,7 @@ from common.types import (
     OpenSequence,
     Progress,
     Proposal,
+    StepInfo,
     StepResult,
     TargetEvent,
     Verdict,
@@ -83,6 +84,7 @@ class TargetEngine:
         plan = self.scheduler.plan()
         verdicts = self._refused
         self._refused = []
+        info = None
         if plan:
             self._step_id += 1
             now = time.monotonic()
@@ -91,8 +93,14 @@ class TargetEngine:
             logits = self._model.forward(batch_of(plan, self._blocks, self._model.device))
             self._drain_late_proposals()
             verdicts += self._commit(decide(plan, logits, self._noise), began)
+            num_rows = sum(w.num_rows + len(w.run) for w in plan)
+            seconds = time.monotonic() - began
+            info = StepInfo(self._step_id, began, seconds, len(plan), num_rows)
         return StepResult(
-            verdicts=tuple(verdicts), progress=self._progress(began), status=self._status()
+            info=info,
+            verdicts=tuple(verdicts),
+            progress=self._progress(began),
+            status=self._status(),
         )
 
     # -- 1. drain ----------------------------------------------------------------------
@@ -241,6 +249,7 @@ class TargetEngine:
             num_blocks=self._blocks.num_blocks,
             num_free_blocks=self._blocks.num_free,
             num_ignored=self._num_ignored,
+            num_preemptions=self.scheduler.num_preemptions,
         )
 
 

@@ -72,11 +72,14 @@ def _by_hand(q: Tensor, k: Tensor, v: Tensor, s: Shape) -> Tensor:
 
 def _by_torch(q: Tensor, k: Tensor, v: Tensor, s: Shape) -> Tensor:
     """All positions causally, of which the last m are wanted."""
+    m = len(q)
     whole = q.new_zeros(len(k), *q.shape[1:])
-    whole[len(k) - len(q) :] = q
-    heads = (x.transpose(0, 1)[None] for x in (whole, k, v))
-    out = scaled_dot_product_attention(*heads, is_causal=True, scale=s.scale, enable_gqa=True)
-    return out[0].transpose(0, 1)[len(k) - len(q) :]
+    whole[len(k) - m :] = q
+    q, k_heads, v_heads = (x.transpose(0, 1)[None] for x in (whole, k, v))
+    out = scaled_dot_product_attention(
+        q, k_heads, v_heads, is_causal=True, scale=s.scale, enable_gqa=True
+    )
+    return out[0].transpose(0, 1)[len(k) - m :]
 
 
 class Cache:
@@ -143,9 +146,7 @@ def test_equals_the_formula(case: str) -> None:
     cache = Cache(SHAPES[case])
     for i, rows in enumerate(PASSES):
         for found, q, k, v in cache.attend(rows, ((0, 1, 2), (2, 0, 1), (1, 2, 0))[i % 3]):
-            torch.testing.assert_close(
-                found, _by_hand(q, k, v, cache.shape), rtol=0.0, atol=1e-13
-            )
+            torch.testing.assert_close(found, _by_hand(q, k, v, cache.shape), rtol=0.0, atol=1e-13)
 
 
 @pytest.mark.parametrize("case", ["plain", "grouped", "one kv head", "values of another size"])
@@ -153,9 +154,7 @@ def test_equals_torch_on_dense_tensors(case: str) -> None:
     cache = Cache(SHAPES[case])
     for rows in PASSES:
         for found, q, k, v in cache.attend(rows, (1, 0, 2)):
-            torch.testing.assert_close(
-                found, _by_torch(q, k, v, cache.shape), rtol=0.0, atol=1e-13
-            )
+            torch.testing.assert_close(found, _by_torch(q, k, v, cache.shape), rtol=0.0, atol=1e-13)
 
 
 def test_blocks_that_changed_hands_hold_nothing_of_the_past() -> None:

@@ -56,7 +56,9 @@ def _step(drafter: NgramDrafter) -> Proposal | None:
 
 
 @given(st.lists(st.lists(st.integers(0, 2), max_size=8), max_size=5), SIZES)
-def test_index_finds_what_brute_force_finds(pieces: list[list[int]], sizes: tuple[int, int]) -> None:
+def test_index_finds_what_brute_force_finds(
+    pieces: list[list[int]], sizes: tuple[int, int]
+) -> None:
     """However the text grew."""
     index, text = NgramIndex(*sizes), list[int]()
     for piece in pieces:

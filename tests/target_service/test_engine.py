@@ -7,7 +7,6 @@ from dataclasses import replace
 import pytest
 
 from common.types import FinishReason, TokenOrigin
-from tests.driver import Driver, Script
 from tests.counting import (
     CONTEXT,
     PROMPT,
@@ -16,6 +15,7 @@ from tests.counting import (
     open_sequence,
     piece,
 )
+from tests.driver import Driver, Script
 
 
 def _count(first: int, num: int) -> list[int]:

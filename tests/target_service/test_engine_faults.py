@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from typing import Any
+
 import grpc
 import pytest
 
@@ -63,7 +65,7 @@ def test_the_largest_that_fits_the_cache_is_served() -> None:
 @pytest.mark.parametrize(
     "changes", [{"num_prompt": 0}, {"num_prompt": 4}, {"num_prompt": 1, "max_tokens": 2}]
 )
-def test_a_sequence_that_makes_no_sense_is_refused(changes: dict[str, int]) -> None:
+def test_a_sequence_that_makes_no_sense_is_refused(changes: dict[str, Any]) -> None:
     """No prompt, a prompt beyond the tokens, nothing left to decide."""
     house = House()
     house.submit(open_sequence(1, **changes))

@@ -224,7 +224,7 @@ def test_any_mixture_finishes(
 ) -> None:
     """All end, each step keeps to its limits, and somebody moves on in every step."""
     house = House(num_blocks, max_rows=max_rows, max_running=max_running)
-    seqs = [house.add(i, *shape, max_tokens=4) for i, (*shape, _) in enumerate(sequences)]
+    seqs = [house.add(i, num, priority, 4) for i, (num, priority, _) in enumerate(sequences)]
     live = set(seqs)
     for _ in range(2000):
         if not live:

@@ -30,9 +30,7 @@ def _sequence(rule: Rule = Rule.COUPLED, max_tokens: int = 100, lookahead: int =
     return Sequence.of(OpenSequence(1, PROMPT, 3, params, lookahead), (), 1000, 0.0)
 
 
-def _piece(
-    start: int, *token_ids: int, base: int = 3, serial: int = 0, epoch: int = 1
-) -> Proposal:
+def _piece(start: int, *token_ids: int, base: int = 3, serial: int = 0, epoch: int = 1) -> Proposal:
     return Proposal(1, ChainId(epoch, serial), base, start, token_ids)
 
 

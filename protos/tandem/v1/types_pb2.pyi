@@ -654,6 +654,7 @@ class EngineStatus(_message.Message):
     NUM_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_IGNORED_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """num_running is how many sequences take part in steps."""
     num_waiting: _builtins.int
@@ -664,6 +665,8 @@ class EngineStatus(_message.Message):
     """num_free_blocks is how many of them are free."""
     num_ignored: _builtins.int
     """num_ignored is how many proposals, commits and closes named an unknown sequence."""
+    num_preemptions: _builtins.int
+    """num_preemptions is how often a sequence's blocks were taken back, ever."""
     def __init__(
         self,
         *,
@@ -672,10 +675,11 @@ class EngineStatus(_message.Message):
         num_blocks: _builtins.int = ...,
         num_free_blocks: _builtins.int = ...,
         num_ignored: _builtins.int = ...,
+        num_preemptions: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_ignored", b"num_ignored", "num_running", b"num_running", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_ignored", b"num_ignored", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
