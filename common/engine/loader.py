@@ -256,8 +256,13 @@ def _eos_token_ids(model: nn.Module) -> tuple[int, ...]:
 
 
 def _weights_fingerprint(folder: Path, dtype: torch.dtype) -> str:
-    """Hash of the weight files' names, sizes, first and last MiB, and of the dtype."""
+    """Hash of the dtype, the config, and of the weight files' names, sizes, first and last MiB.
+
+    Reading every byte of a large model would take minutes; two models that differ nowhere in
+    these are the same for all that training does.
+    """
     digest = hashlib.sha256(str(dtype).encode())
+    digest.update((folder / "config.json").read_bytes())
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         size = path.stat().st_size
         digest.update(f"{path.name}:{size}".encode())

@@ -51,6 +51,11 @@ class ModelDrafter:
     def open(self, s: OpenSequence) -> None:
         """See `Drafter`."""
         self._check(s.token_ids)
+        if len(s.token_ids) >= self._model.context_len:
+            raise InvalidRequestError(
+                f"has {len(s.token_ids)} tokens, the draft's context is {self._model.context_len}",
+                field="input",
+            )
         self._blocks.open(s.sequence_id)
         self._entries[s.sequence_id] = _Entry(DraftSequence.of(s))
         self._starved = False

@@ -110,7 +110,7 @@ UNSERVED: dict[str, tuple[Callable[[], Any], str]] = {
         lambda: T5ForConditionalGeneration(
             T5Config(vocab_size=VOCAB, d_model=32, d_ff=32, num_layers=1, num_heads=2, d_kv=8)
         ),
-        "encoder-decoder",
+        "is an encoder-decoder model",
     ),
     "dynamic rope": (lambda: _llama_with(rope_parameters=DYNAMIC), "batch mates"),
     "bloom": (

@@ -200,6 +200,9 @@ def test_without_room_there_is_no_work_until_something_changes() -> None:
     house.open(2, 5, 6, 7, 8, 9)
     assert house.run() == {}
     assert not house.drafter.has_work()  # though a sequence wants tokens
+    text = _go_on(list(range(8)), 2)
+    house.drafter.commit(Commit(1, 8, (text[0],), 1))
+    assert _tokens(house.run()[1]) == text[1:]
     house.drafter.close(1)
     assert _tokens(house.run()[2]) == _go_on([5, 6, 7, 8, 9], 3)
 

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from common.engine.block_manager import BlockManager
+from common.engine.noise import Domain, GumbelNoise, NoiseKeys
 from common.engine.sampling import RowParams, log_probs
 from common.types import Commit, OpenSequence, Proposal, Rule, SamplingParams
 from draft_service.drafters.model import ModelDrafter
@@ -42,7 +43,7 @@ def _draw(
 def test_under_rejection_q_is_told_as_it_was_sampled_from(support: int) -> None:
     params = [SamplingParams(temperature=2.0, rule=Rule.REJECTION, seed=i) for i in range(20)]
     found = _draw(FLAT, *params, support=support)
-    for proposals in found.values():
+    for seed, proposals in found.items():
         last = 1
         for position, p in enumerate(proposals):
             (dist,), (token,) = p.distributions, p.token_ids
@@ -54,6 +55,10 @@ def test_under_rejection_q_is_told_as_it_was_sampled_from(support: int) -> None:
             best = whole[torch.from_numpy(dist.token_ids)]
             assert best.min() >= whole.sort().values[-support]
             np.testing.assert_allclose(dist.probs, best / best.sum(), rtol=1e-12)
+            log_q = torch.full((1, 80), -torch.inf, dtype=torch.float64)
+            log_q[0, torch.from_numpy(dist.token_ids)] = torch.from_numpy(dist.probs).log()
+            keys = NoiseKeys(np.array([seed], np.uint64), np.array([position + 1]))
+            assert token == int(GumbelNoise().choose(keys, Domain.DRAFT, log_q))
             last = token
     drawn = {tuple(_tokens(proposals)) for proposals in found.values()}
     assert len(drawn) > 1 or support == 1

@@ -56,10 +56,13 @@ def test_what_can_t_be_served_is_refused_and_the_others_go_on(
 def test_the_largest_that_fits_the_cache_is_served() -> None:
     """24 slots hold 25 tokens: the last one is never put into the cache."""
     house = House(num_blocks=6)
+    whole = tuple(_count(0, 24))
     house.submit(open_sequence(1, max_tokens=22), open_sequence(2, max_tokens=23))
+    house.submit(open_sequence(3, whole, max_tokens=1), open_sequence(4, whole, max_tokens=2))
     house.finish()
     assert house.text[1] == _count(4, 22)
-    assert _error(house, 2).code == EXHAUSTED
+    assert house.text[3] == [24]
+    assert _error(house, 2).code == _error(house, 4).code == EXHAUSTED
 
 
 @pytest.mark.parametrize(

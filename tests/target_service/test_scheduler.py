@@ -165,6 +165,18 @@ def test_the_newest_of_the_lowest_priority_is_preempted() -> None:
     assert house.waiting() == [2, 3]
 
 
+def test_a_sequence_may_be_preempted_that_was_planned_already() -> None:
+    """The older one has its row when the newer, of higher priority, needs its blocks."""
+    house = House(num_blocks=3)
+    house.add(1, length=5)
+    house.step()
+    house.add(2, length=3, priority=1)
+    assert _rows(house.step()) == {1: (1, 0), 2: (3, 0)}
+    assert _rows(house.step()) == {1: (1, 0), 2: (1, 0)}
+    assert _rows(house.step()) == {2: (1, 0)}
+    assert (house.running(), house.waiting()) == ([2], [1])
+
+
 def test_the_preempted_recompute_first_in_their_priority() -> None:
     house = House(num_blocks=2)
     house.add(1, length=3)
@@ -224,10 +236,15 @@ def test_any_mixture_finishes(
 ) -> None:
     """All end, each step keeps to its limits, and somebody moves on in every step."""
     house = House(num_blocks, max_rows=max_rows, max_running=max_running)
-    seqs = [house.add(i, num, priority, 4) for i, (num, priority, _) in enumerate(sequences)]
-    live = set(seqs)
-    for _ in range(2000):
+    live: set[Sequence] = set()
+    coming = list(enumerate(sequences))
+    for step in range(2000):
+        if coming and step % 3 == 0:
+            sid, (length, priority, _) = coming.pop()
+            live.add(house.add(sid, length, priority, max_tokens=4))
         if not live:
+            if coming:
+                continue
             break
         for seq in live:
             _draft(seq, sequences[seq.sid][2])
