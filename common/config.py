@@ -32,6 +32,11 @@ class ServiceConfig:
     log_level: str = flag(
         "warning", "least level that is logged", choices=("debug", "info", "warning", "error")
     )
+    log_format: str = flag(
+        "text", "text: lines to read; json: an object a line", choices=("text", "json")
+    )
+    metrics_port: int = flag(0, "port that answers Prometheus; 0: none")
+    pool: str = flag("default", "name of the group of services this one belongs to, for metrics")
     cores: str = flag("", "CPU cores for this process, such as 0-2 or 0,2; empty: all")
 
 
@@ -45,6 +50,12 @@ class ModelConfig:
         "auto",
         "number format of weights and KV cache; auto: as the weights are stored",
         choices=("auto", "float32", "bfloat16", "float16", "float64"),
+    )
+    backend: str = flag(
+        "auto",
+        "native: the C++ step (bfloat16 on CPU); torch: the model's own modules;"
+        " auto: native where model and machine allow",
+        choices=("auto", "native", "torch"),
     )
     device: str = flag("cpu", "where the model runs, as torch names devices")
     threads: int = flag(0, "threads for torch; 0: one for each of the process's cores")

@@ -58,7 +58,9 @@ def transformer(family: str, dtype: torch.dtype = torch.float64) -> Any:
 def paged(family: str, instance: str = "target", num_kv_tokens: int = 2048) -> PagedModel:
     """The model over a cache of its own; one cache for each instance name."""
     config = ModelConfig(num_kv_tokens=num_kv_tokens)
-    return build(transformer(family), config)[0]
+    model = build(transformer(family), config)[0]
+    assert isinstance(model, PagedModel)
+    return model
 
 
 class TableModel:

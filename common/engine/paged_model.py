@@ -49,6 +49,8 @@ class PagedModel:
         self.vocab_size = vocab_size
         self.context_len = context_len
         self.device = next(model.parameters()).device
+        self.backend = backend.name
+        self.features: tuple[str, ...] = ()
 
     @torch.inference_mode()
     def forward(self, batch: RaggedBatch) -> Tensor:

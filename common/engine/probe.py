@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Any
+from typing import Any, NamedTuple
 
 import torch
 from torch import Tensor, nn
@@ -28,11 +28,20 @@ _KNOWN |= {"use_cache", "output_attentions", "output_hidden_states", "cache_posi
 NUM_TOKENS = 24
 
 
-@torch.inference_mode()
-def probe(model: Any) -> tuple[Tensor, list[tuple[int, int, int]]]:
-    """Logits of a short text through torch's own attention, and every layer's KV shape.
+class LayerCall(NamedTuple):
+    """What a layer gives its attention."""
 
-    Returns ([NUM_TOKENS, V], [(H_kv, D, D_v)]). Raises `ConfigurationError` for a model whose
+    num_kv_heads: int
+    head_dim: int
+    value_dim: int
+    sliding_window: int | None
+
+
+@torch.inference_mode()
+def probe(model: Any) -> tuple[Tensor, list[LayerCall]]:
+    """Logits of a short text through torch's own attention, and every layer's call.
+
+    Returns ([NUM_TOKENS, V], one entry a layer). Raises `ConfigurationError` for a model whose
     attention can't be replaced, is not called once a layer, or takes arguments that change
     its mathematics in an unknown way.
     """
@@ -41,7 +50,7 @@ def probe(model: Any) -> tuple[Tensor, list[tuple[int, int, int]]]:
         raise ConfigurationError(f"{name} has no replaceable attention", field="--model")
     ids = probe_tokens(model.config.get_text_config().vocab_size).to(model.device)
     expected: Tensor = model(input_ids=ids[None], use_cache=False).logits[0]
-    seen: dict[int, tuple[int, int, int]] = {}
+    seen: dict[int, LayerCall] = {}
     model.set_attn_implementation(_PROBE_NAME)
     got: Tensor = model(
         input_ids=ids[None],
@@ -67,7 +76,8 @@ def _probing_attention(
     value: Tensor,
     attention_mask: Tensor | None,
     *,
-    tandem_seen: dict[int, tuple[int, int, int]] | None = None,
+    tandem_seen: dict[int, LayerCall] | None = None,
+    sliding_window: int | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     layer: Any = module.layer_idx
@@ -84,7 +94,7 @@ def _probing_attention(
         )
     if layer in tandem_seen:
         raise ConfigurationError(f"{name} calls layer {layer} twice", field="--model")
-    tandem_seen[layer] = (key.shape[1], key.shape[3], value.shape[3])
+    tandem_seen[layer] = LayerCall(key.shape[1], key.shape[3], value.shape[3], sliding_window)
     shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     return query.new_zeros(shape), None
 

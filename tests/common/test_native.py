@@ -1,0 +1,211 @@
+"""The native step against transformers, and row invariance to the bit."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from transformers import AutoModelForCausalLM, LlamaConfig, MistralConfig, Qwen2Config, Qwen3Config
+
+from common.config import ModelConfig
+from common.engine.batch import Span, pack
+from common.engine.block_manager import BlockManager
+from common.engine.loader import build
+from common.engine.native import NativeModel, UnsupportedError
+from common.engine.native.build import library
+from tests.models import transformer
+
+CACHE = ModelConfig().cache_dir
+NUM_BLOCKS, NUM_TOKENS, VOCAB = 96, 700, 61
+pytestmark = pytest.mark.skipif(
+    library(CACHE)[0] is None, reason=f"no native step here: {library(CACHE)[1]}"
+)
+
+_SHAPE: dict[str, Any] = {
+    "vocab_size": VOCAB,
+    "hidden_size": 96,
+    "intermediate_size": 96,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 6,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 1024,
+    "initializer_range": 0.2,
+}
+CONFIGS = {
+    "llama": lambda: LlamaConfig(**_SHAPE, head_dim=32),
+    "padded heads": lambda: LlamaConfig(**_SHAPE, head_dim=48),
+    "own head": lambda: LlamaConfig(**_SHAPE, head_dim=64, tie_word_embeddings=True),
+    "window": lambda: MistralConfig(**_SHAPE, head_dim=32, sliding_window=300),
+    "biases": lambda: Qwen2Config(
+        **(_SHAPE | {"num_attention_heads": 3, "num_key_value_heads": 1})
+    ),
+    "head norms": lambda: Qwen3Config(**_SHAPE, head_dim=32),
+}
+
+
+def _model(kind: str, dtype: torch.dtype) -> Any:
+    """Weights that bfloat16 holds exactly, in either dtype."""
+    torch.manual_seed(3)
+    model = AutoModelForCausalLM.from_config(CONFIGS[kind](), attn_implementation="sdpa")
+    for name, parameter in model.named_parameters():
+        if "norm" in name or "bias" in name:
+            torch.nn.init.normal_(parameter, mean=float("norm" in name), std=0.3)
+    return model.to(torch.bfloat16).to(dtype).eval().requires_grad_(False)
+
+
+def _native(kind: str, threads: int = 1, amx: bool = True, model: Any = None) -> NativeModel:
+    model = model or _model(kind, torch.bfloat16)
+    return NativeModel(
+        model,
+        windows=[300 if kind == "window" else 0] * len(model.model.layers),
+        num_blocks=NUM_BLOCKS,
+        block_size=16,
+        num_threads=threads,
+        cache_dir=CACHE,
+        amx=amx,
+    )
+
+
+def _text(sid: int, num: int = NUM_TOKENS) -> list[int]:
+    return [(i * i + 7 * sid + i) % VOCAB for i in range(num)]
+
+
+def _logits(
+    model: NativeModel, pieces: list[int], blocks: BlockManager, sid: int = 0
+) -> torch.Tensor:
+    """Logits of a text put in piece by piece. [sum(pieces), V]"""
+    ids, start, rows = _text(sid), 0, []
+    blocks.open(sid)
+    for num in pieces:
+        assert blocks.reserve(sid, start + num)
+        span = Span(sid, start, ids[start : start + num], num)
+        rows.append(model.forward(pack([span], blocks, "cpu")))
+        start += num
+    return torch.cat(rows)
+
+
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_nearer_to_float32_than_torch_in_bfloat16(kind: str) -> None:
+    ids = torch.tensor([_text(0)])
+    with torch.inference_mode():
+        exact = _model(kind, torch.float32)(input_ids=ids, use_cache=False).logits[0]
+        torchs = _model(kind, torch.bfloat16)(input_ids=ids, use_cache=False).logits[0].float()
+    ours = _logits(_native(kind), [NUM_TOKENS], BlockManager(NUM_BLOCKS, 16))
+
+    def error(logits: torch.Tensor) -> float:
+        return float((logits - exact).square().mean().sqrt() / exact.std())
+
+    assert error(ours) < max(error(torchs), 0.01)
+
+
+@pytest.mark.parametrize("amx", [True, False])
+@pytest.mark.parametrize("kind", CONFIGS)
+def test_rows_are_the_same_bits_in_any_batch(kind: str, amx: bool) -> None:
+    """However a text is cut into passes, with one thread or two."""
+    one, two = _native(kind, 1, amx), _native(kind, 2, amx)
+    assert one.uses_amx <= amx
+    whole = _logits(one, [NUM_TOKENS], BlockManager(NUM_BLOCKS, 16))
+
+    @settings(max_examples=6)
+    @given(st.lists(st.sampled_from([1, 2, 3, 8, 15, 16, 17, 33, 200]), min_size=4, max_size=40))
+    def check(pieces: list[int]) -> None:
+        pieces = pieces[: next((i for i in range(41) if sum(pieces[: i + 1]) > NUM_TOKENS), 41)]
+        expected = whole[: sum(pieces)]
+        for model in (one, two):
+            assert torch.equal(_logits(model, pieces, BlockManager(NUM_BLOCKS, 16)), expected)
+
+    check()
+
+
+def test_batch_mates_change_nothing() -> None:
+    """A ragged batch of prompts, runs and single rows, over shuffled blocks."""
+    model, blocks = _native("llama", 2), BlockManager(NUM_BLOCKS, 16)
+    lengths = [5, 130, 31, 64, 300]
+    alone = [_logits(model, [n], BlockManager(NUM_BLOCKS, 16), s) for s, n in enumerate(lengths)]
+    for sid in range(5):
+        blocks.open(sid)
+    done = [0] * 5
+    for widths in ([3, 100, 16, 1, 200], [1, 17, 1, 60, 99], [1, 13, 14, 3, 1]):
+        spans = []
+        for sid, num in enumerate(widths):
+            assert blocks.reserve(sid, done[sid] + num)
+            ids = _text(sid)[done[sid] : done[sid] + num]
+            spans.append(Span(sid, done[sid], ids, num))
+        together = torch.split(model.forward(pack(spans, blocks, "cpu")), widths)
+        for sid, rows in enumerate(together):
+            assert torch.equal(rows, alone[sid][done[sid] : done[sid] + widths[sid]])
+            done[sid] += widths[sid]
+    assert done == lengths
+
+
+def test_a_rejected_run_leaves_no_trace() -> None:
+    model, blocks = _native("llama"), BlockManager(NUM_BLOCKS, 16)
+    expected = _logits(model, [40], BlockManager(NUM_BLOCKS, 16))
+    _logits(model, [20], blocks)
+    blocks.reserve(0, 28)
+    model.forward(pack([Span(0, 20, [3] * 8, 1)], blocks, "cpu"))
+    blocks.truncate(0, 20)
+    blocks.reserve(0, 40)
+    rows = model.forward(pack([Span(0, 20, _text(0)[20:40], 20)], blocks, "cpu"))
+    assert torch.equal(rows, expected[20:])
+
+
+def test_numbers_gone_wrong_stay_in_their_sequence() -> None:
+    """A sequence of NaN fills the cache; whoever gets its blocks next never sees them."""
+    broken = _model("llama", torch.bfloat16)
+    broken.get_input_embeddings().weight.data[9] = torch.nan
+    model = _native("llama", model=broken)
+    clean, blocks = _native("llama"), BlockManager(NUM_BLOCKS, 16)
+    for sid in (7, 8):  # the whole cache
+        blocks.open(sid)
+        blocks.reserve(sid, NUM_BLOCKS * 8)
+        for start in range(0, NUM_BLOCKS * 8, 256):
+            rows = model.forward(pack([Span(sid, start, [9] * 256, 1)], blocks, "cpu"))
+            assert rows.isnan().all()
+    assert blocks.num_free == 0
+    blocks.free(7)
+    blocks.free(8)
+    ids = [t if t != 9 else 10 for t in _text(1, 100)]
+    blocks.open(1)
+    blocks.reserve(1, 100)
+    got = model.forward(pack([Span(1, 0, ids, 100)], blocks, "cpu"))
+    other = BlockManager(NUM_BLOCKS, 16)
+    other.open(1)
+    other.reserve(1, 100)
+    expected = clean.forward(pack([Span(1, 0, ids, 100)], other, "cpu"))
+    assert torch.isfinite(got[:, :9]).all()
+    assert torch.equal(got[:, :9], expected[:, :9])
+
+
+def test_the_loader_finds_the_window() -> None:
+    model, _ = build(_model("window", torch.bfloat16), ModelConfig(num_kv_tokens=1536))
+    assert isinstance(model, NativeModel)
+    expected = _logits(_native("window"), [NUM_TOKENS], BlockManager(NUM_BLOCKS, 16))
+    assert torch.equal(_logits(model, [NUM_TOKENS], BlockManager(NUM_BLOCKS, 16)), expected)
+
+
+def test_what_does_not_fit_runs_through_torch() -> None:
+    model, _ = build(transformer("gpt2", torch.bfloat16), ModelConfig(num_kv_tokens=512))
+    assert model.backend == "reference"
+    model, _ = build(transformer("llama", torch.bfloat16), ModelConfig(num_kv_tokens=512))
+    assert model.backend == "native"
+    model, _ = build(transformer("llama", torch.float32), ModelConfig(num_kv_tokens=512))
+    assert model.backend == "reference"
+
+
+@pytest.mark.parametrize(
+    ("change", "reason"),
+    [
+        ({"hidden_size": 48}, "multiples of 32"),
+        ({"hidden_act": "gelu"}, "llama kind"),
+        ({"mlp_bias": True}, "biases"),
+    ],
+)
+def test_refused_with_a_reason(change: dict[str, Any], reason: str) -> None:
+    config = LlamaConfig(**(_SHAPE | {"head_dim": 32} | change))
+    model = AutoModelForCausalLM.from_config(config, dtype=torch.bfloat16)
+    with pytest.raises(UnsupportedError, match=reason):
+        _native("llama", model=model)
