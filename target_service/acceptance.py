@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from common.engine.noise import Domain, Noise, NoiseKeys
+from common.engine.sampling import likeliest
 from common.types import BoolArray, IntArray, Rule, SparseDist
 
 NO_DRAFT = -1
@@ -63,7 +64,7 @@ def accept(log_p: Tensor, runs: DraftRuns, noise: Noise) -> Accepted:
 
     greedy, coupled = rows_under(Rule.GREEDY), rows_under(Rule.COUPLED)
     if greedy.size:
-        tokens[greedy] = _rows(log_p, greedy).argmax(dim=-1).cpu().numpy()
+        tokens[greedy] = likeliest(_rows(log_p, greedy))
     if coupled.size:
         own = noise.choose(runs.keys[coupled], Domain.TOKEN, _rows(log_p, coupled))
         tokens[coupled] = own.cpu().numpy()

@@ -28,7 +28,8 @@ from common.config import ModelConfig
 from common.engine.attention import CacheSpec, KVShape
 from common.engine.attention.reference import ReferenceAttention
 from common.engine.native import NativeModel, UnsupportedError
-from common.engine.noise import NOISE_VERSION
+from common.engine.native.noise import best_noise
+from common.engine.noise import NOISE_VERSION, Noise
 from common.engine.paged_model import ATTENTION_NAME, LanguageModel, PagedModel
 from common.engine.probe import LayerCall, is_row_invariant, paged_logits, probe
 from common.errors import ConfigurationError
@@ -51,6 +52,7 @@ class LoadedModel:
     info: ModelInfo
     num_blocks: int
     tokenizer_files: dict[str, bytes]
+    noise: Noise
 
 
 def load(config: ModelConfig) -> LoadedModel:
@@ -88,7 +90,7 @@ def load(config: ModelConfig) -> LoadedModel:
         features=paged.features,
         dtype=str(dtype).removeprefix("torch."),
     )
-    return LoadedModel(paged, info, num_blocks, files)
+    return LoadedModel(paged, info, num_blocks, files, best_noise(config.cache_dir))
 
 
 def build(model: Any, config: ModelConfig) -> tuple[PagedModel | NativeModel, int]:

@@ -12,7 +12,7 @@ from common.engine.batch import Span, pack
 from common.engine.block_manager import BlockManager
 from common.engine.noise import Domain, GumbelNoise, Noise, NoiseKeys
 from common.engine.paged_model import LanguageModel
-from common.engine.sampling import RowParams, log_probs, sparsify, unusable_rows
+from common.engine.sampling import RowParams, likeliest, log_probs, sparsify, unusable_rows
 from common.errors import InvalidRequestError
 from common.types import Commit, EngineStatus, IntArray, OpenSequence, Proposal, Rule, SparseDist
 from draft_service.sequence import DraftSequence
@@ -92,6 +92,11 @@ class ModelDrafter:
         """See `Drafter`."""
         return not self._starved and any(self._wants(entry) for entry in self._entries.values())
 
+    def num_unread(self, sid: int) -> int:
+        """See `Drafter`."""
+        entry = self._entries[sid]
+        return max(0, entry.seq.num_committed - entry.num_cached)
+
     def status(self) -> EngineStatus:
         """See `Drafter`."""
         return EngineStatus(
@@ -162,7 +167,7 @@ class ModelDrafter:
             return np.flatnonzero([p.rule is rule for p in params])
 
         if (greedy := rows_under(Rule.GREEDY)).size:
-            tokens[greedy] = log_q[torch.from_numpy(greedy)].argmax(dim=-1).cpu().numpy()
+            tokens[greedy] = likeliest(log_q[torch.from_numpy(greedy)])
         if (coupled := rows_under(Rule.COUPLED)).size:
             chosen = log_q[torch.from_numpy(coupled)]
             tokens[coupled] = self._noise.choose(keys[coupled], Domain.TOKEN, chosen).cpu().numpy()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from typing import Any
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +17,8 @@ from common.engine.block_manager import BlockManager
 from common.engine.loader import build
 from common.engine.native import NativeModel, UnsupportedError
 from common.engine.native.build import library
+from common.engine.native.noise import NativeNoise
+from common.engine.noise import Domain, GumbelNoise, NoiseKeys
 from tests.models import transformer
 
 CACHE = ModelConfig().cache_dir
@@ -178,6 +181,28 @@ def test_numbers_gone_wrong_stay_in_their_sequence() -> None:
     expected = clean.forward(pack([Span(1, 0, ids, 100)], other, "cpu"))
     assert torch.isfinite(got[:, :9]).all()
     assert torch.equal(got[:, :9], expected[:, :9])
+
+
+@settings(max_examples=200)
+@given(
+    seed=st.integers(0, 2**64 - 1),
+    num=st.sampled_from([1, 3, 16, 17, 61, 5000]),
+    spread=st.sampled_from([0.0, 1.0, 5.0, 50.0]),
+    dropped=st.sampled_from([0.0, 0.5, 0.99]),
+)
+def test_the_same_choices_as_with_all_logarithms(
+    seed: int, num: int, spread: float, dropped: float
+) -> None:
+    generator = torch.Generator().manual_seed(seed % 2**63)
+    log_w = torch.randn(8, num, generator=generator) * spread
+    drop = torch.rand(8, num, generator=generator) < dropped
+    drop[:, 0] = False
+    log_w = log_w.masked_fill(drop, -torch.inf).log_softmax(dim=-1)
+    keys = NoiseKeys(np.full(8, seed, np.uint64), np.arange(8))
+    loaded, _ = library(CACHE)
+    assert loaded
+    native = NativeNoise(loaded).choose(keys, Domain.TOKEN, log_w)
+    assert native.tolist() == GumbelNoise().choose(keys, Domain.TOKEN, log_w).tolist()
 
 
 def test_the_loader_finds_the_window() -> None:

@@ -160,9 +160,17 @@ def test_it_stops_at_its_context_and_at_its_cache(num_blocks: int, limit: int) -
     house = House(num_blocks)
     house.open(1, *range(limit - 2), lookahead=10)
     assert len(_tokens(house.run()[1])) == 2
-    house.open(2, *range(limit))
     house.drafter.close(1)
-    assert house.run() == {}
+    if limit < CONTEXT:
+        house.open(2, *range(limit))
+        assert house.run() == {}
+
+
+def test_a_prompt_of_its_whole_context_is_refused() -> None:
+    house = House()
+    with pytest.raises(InvalidRequestError, match="the draft's context"):
+        house.open(1, *range(CONTEXT))
+    assert house.blocks.num_free == 30
 
 
 def test_ids_outside_the_vocabulary_are_refused() -> None:

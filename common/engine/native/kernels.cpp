@@ -542,9 +542,50 @@ void make_room(const Config &c, int64_t num_rows, Buffers &b) {
   grow(b.gated, rows * c.intermediate);
 }
 
+// -- noise --------------------------------------------------------------------------------
+
+// One number of a SplitMix64 stream as u = (bits + 1/2) / 2^52; the definition is in noise.py.
+inline uint64_t noise_bits(uint64_t stream, uint64_t index) {
+  uint64_t z = stream + (index + 1) * 0x9E3779B97F4A7C15;
+  z = (z ^ (z >> 30)) * 0xBF58476D1CE4E5B9;
+  z = (z ^ (z >> 27)) * 0x94D049BB133111EB;
+  return (z ^ (z >> 31)) >> 12;
+}
+
+inline double gumbel(uint64_t bits) { return -std::log(-std::log((bits + 0.5) * 0x1p-52)); }
+
+// argmax_v(log_w[v] + G_v), with logarithms of the noise only where it can win: from
+// -log u >= 1 - u follows G <= -log(1 - u), so v can't beat a score s if exp(log_w - s) < 1 - u.
+int64_t choose(uint64_t stream, const float *log_w, int64_t n) {
+  int64_t best = std::max_element(log_w, log_w + n) - log_w;
+  double score = log_w[best] + gumbel(noise_bits(stream, best));
+  constexpr float kSlack = 1.0f - 1e-4f;  // far more than float32's rounding
+  alignas(64) float gap[16], weight[16];
+  for (int64_t i = 0; i < n; i += 16) {
+    const int64_t m = std::min<int64_t>(16, n - i);
+    for (int64_t j = 0; j < 16; ++j)  // 1 - u, vectorised by the compiler
+      gap[j] = static_cast<float>(0x1p52 - noise_bits(stream, i + j)) * 0x1p-52f * kSlack;
+    const __m512 w = _mm512_maskz_loadu_ps((1u << m) - 1, log_w + i);
+    _mm512_store_ps(weight, exp512(_mm512_sub_ps(w, _mm512_set1_ps(static_cast<float>(score)))));
+    unsigned may_win = _mm512_cmp_ps_mask(_mm512_load_ps(weight), _mm512_load_ps(gap), _CMP_GE_OQ);
+    for (may_win &= (1u << m) - 1; may_win; may_win &= may_win - 1) {
+      const int64_t v = i + __builtin_ctz(may_win);
+      const double mine = log_w[v] + gumbel(noise_bits(stream, v));
+      if (mine > score || (mine == score && v < best)) score = mine, best = v;
+    }
+  }
+  return best;
+}
+
 }  // namespace
 
 extern "C" {
+
+// choose() for each of num_rows rows of log_w [num_rows, n].
+void tandem_choose(const int64_t *streams, const float *log_w, int64_t num_rows, int64_t n,
+                   int64_t *chosen) {
+  for (int64_t r = 0; r < num_rows; ++r) chosen[r] = choose(streams[r], log_w + r * n, n);
+}
 
 // Whether the kernel lets this process use AMX; asks for it.
 int tandem_request_amx() {
