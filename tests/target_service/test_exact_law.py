@@ -46,7 +46,7 @@ DELAYS = list(itertools.product((0, 1, 2, 3), repeat=2))
 PATTERNS = [Script(list(d), [pace], [0]) for d in DELAYS for pace in (1, 2)]
 MORE_PATTERNS = [
     Script(list(d), pace, [lag])
-    for d in itertools.product((0, 1, 2, 3), repeat=3)
+    for d in itertools.product((0, 1, 3), repeat=3)
     for pace in ([1], [2], [0, 2])
     for lag in (0, 1)
 ]
@@ -142,7 +142,7 @@ def test_law_of_the_output(rule: Rule, draft: str, show: Callable[[str], None]) 
 def test_law_of_the_output_in_more_patterns(
     rule: Rule, draft: str, top_k: int, show: Callable[[str], None]
 ) -> None:
-    _check(rule, draft, MORE_PATTERNS[:: 1 + top_k], top_k, show)
+    _check(rule, draft, MORE_PATTERNS[:: 1 + 2 * top_k], top_k, show)
 
 
 def test_shared_noise_under_rejection_is_seen() -> None:
