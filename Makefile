@@ -10,7 +10,7 @@ TORCH ?= cpu
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
 
-.PHONY: help install demo test test-all check proto bench-throughput clean
+.PHONY: help install demo test test-all check proto bench-throughput bench-tracing clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 20
@@ -49,6 +49,9 @@ proto: install  ## generate code from protos/
 
 bench-throughput: install  ## tokens per second, drafted and undrafted, next to transformers
 	$(BIN)/python -m tests.benchmarks.throughput
+
+bench-tracing: install  ## tokens per second with tracing off, unsampled, sampled, into a black hole
+	$(BIN)/python -m tests.benchmarks.tracing
 
 clean:  ## remove what was built
 	rm -rf $(VENV) build .mypy_cache .pytest_cache .ruff_cache .hypothesis

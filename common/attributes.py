@@ -5,6 +5,8 @@ the version of `SCHEMA_URL`) and begin with `tandem.` where there is not. The ta
 is made from this file, tests check every exported span against it, and the viewer reads what it
 promises. Durations are float seconds on the clock of the process that wrote them; token ids are
 lists of ints; there is no prompt text.
+
+`python -m common.attributes` writes `TRACES.md`.
 """
 
 from __future__ import annotations
@@ -12,7 +14,9 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass
 from enum import Enum
+from pathlib import Path
 
+PAGE = Path(__file__).with_name("TRACES.md")
 SCHEMA_URL = "https://opentelemetry.io/schemas/1.37.0"
 
 
@@ -66,7 +70,7 @@ def _float(name: str, meaning: str, required: bool = True) -> Attribute:
 REQUEST_ID = _string("tandem.request.id", "the caller's name for the request, or the one chosen")
 RULE = _string("tandem.rule", "how draft tokens are tested: greedy, rejection or coupled")
 LOOKAHEAD = _int("tandem.lookahead", "how many uncommitted tokens a draft may be ahead")
-SEQUENCE_ID = _int("tandem.sequence.id", "id of the attempt, as gateway and peer name it")
+SEQUENCE_ID = _int("tandem.sequence.id", "id of the attempt, by the service that wrote the span")
 PEER = _string("tandem.peer.address", "where the gateway dials the peer")
 REOPEN = _string(
     "tandem.session.reason",
@@ -94,16 +98,30 @@ BASE_LEN = _int("tandem.chain.base_len", "committed length that the chain starts
 START = _int("tandem.proposal.start", "absolute position of the first token")
 QUEUE = _float("tandem.queue_seconds", "from arrival at the target to the first step")
 PREFILL = _float("tandem.prefill_seconds", "from the first step to the first token")
-STEPS = _float("tandem.steps_seconds", "sum of the steps after the first token")
+STEPS = _float(
+    "tandem.steps_seconds", "from the first decision to sending the last, pauses included"
+)
 WIRE = _float(
-    "tandem.wire_seconds", "send to receive at the gateway, less what the peer held", False
+    "tandem.wire_seconds",
+    "both ways on the wire: from sending what caused the peer's word to receiving it, less what"
+    " the peer held; of a target's last verdict, of a draft's last chain",
+    False,
 )
-GATEWAY = _float("tandem.gateway_seconds", "in the gateway itself, before and after the target")
+GATEWAY = _float(
+    "tandem.gateway_seconds",
+    "in the gateway itself: before the target is told, and after its last verdict",
+)
 PROPOSAL_WAIT = _float(
-    "tandem.proposal.wait_seconds", "longest wait of a consumed draft token in the target", False
+    "tandem.proposal.wait_seconds",
+    "longest wait of a tested draft token in the target, from arrival to the step's begin",
+    False,
 )
-HELD = _float("tandem.held_seconds", "from what caused this proposal to sending it", False)
-FINISH_REASON = _string("tandem.finish_reason", "why it ended, as in the wire contract", False)
+HELD = _float(
+    "tandem.held_seconds", "from the arrival of what caused this chain to its first sending", False
+)
+FINISH_REASON = _string(
+    "tandem.finish_reason", "stop_token, stop_string or length; absent if it was cut short", False
+)
 SUMMED = _int(
     "tandem.num_rounds_summed", "rounds beyond 512, which have no span of their own", False
 )
@@ -250,6 +268,7 @@ EVENTS: tuple[tuple[str, str], ...] = (
     ("tandem.first_token", "on the rpc span: the first token was decided"),
     ("tandem.cancelled", "on any span: the client is gone or has cancelled"),
     ("tandem.deadline", "on any span: the caller's time is over"),
+    ("tandem.closed", "on target.sequence: closed by the gateway, or by the end of its stream"),
     ("tandem.preempted", "on target.sequence: its blocks were taken back"),
     ("tandem.draft_lost", "on draft.session: the draft is gone; the request goes on undrafted"),
     ("tandem.target_lost", "on target.session: the target is gone"),
@@ -279,3 +298,20 @@ def table() -> Iterator[str]:
     yield "|---|---|"
     for name, meaning in EVENTS:
         yield f"| `{name}` | {meaning} |"
+
+
+def page() -> str:
+    """What `TRACES.md` is to hold."""
+    head = (
+        "# Traces",
+        "",
+        "Every span and attribute that Tandem writes. Made from `attributes.py` by"
+        " `python -m common.attributes`; names follow the semantic conventions of"
+        f" {SCHEMA_URL} where there are any.",
+        "",
+    )
+    return "\n".join((*head, *table())) + "\n"
+
+
+if __name__ == "__main__":
+    PAGE.write_text(page())

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
@@ -31,8 +32,11 @@ class Observer(Protocol):
     def opened(self, sequence: OpenSequence) -> None:
         """A sequence was handed to the engine."""
 
-    def stepped(self, result: StepResult) -> None:
-        """A step has ended, or nothing was to do."""
+    def stepped(self, result: StepResult) -> StepResult | None:
+        """A step has ended, or nothing was to do.
+
+        May return the same with trace contexts put in, and must change nothing else.
+        """
 
     def closed(self, sequence_id: int) -> None:
         """A sequence has ended by itself (`stepped` told so) or was closed from outside."""
@@ -111,10 +115,11 @@ class EngineHost:
         if self._draining is not None:
             raise UnavailableError("the service is about to stop", retry_after_seconds=1.0)
         wire_id = sequence.sequence_id
-        engine_id = self.leases.open(lease, wire_id)
+        arrived_at = time.monotonic()
+        engine_id = self.leases.open(lease, wire_id, arrived_at)
         if engine_id is None:
             raise InvalidRequestError(f"{wire_id} is open on this stream", field="sequence_id")
-        sequence = replace(sequence, sequence_id=engine_id)
+        sequence = replace(sequence, sequence_id=engine_id, arrived_at=arrived_at)
         for observer in self._observers:
             observer.opened(sequence)
         self._to_engine(sequence)
@@ -134,7 +139,7 @@ class EngineHost:
 
     def _deliver(self, result: StepResult) -> None:
         for observer in self._observers:
-            observer.stepped(result)
+            result = observer.stepped(result) or result
         self.leases.deliver(result)
 
     def _closed(self, engine_id: int) -> None:

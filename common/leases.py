@@ -11,10 +11,18 @@ import itertools
 import time
 from collections.abc import Callable, Iterator
 from dataclasses import replace
-from typing import Any
+from typing import Any, NamedTuple
 
 from common.outbox import Outbox
-from common.types import CloseSequence, Draining, Progress, Proposal, Refusal, StepResult, Verdict
+from common.types import (
+    CloseSequence,
+    Draining,
+    Progress,
+    Proposal,
+    Refusal,
+    StepResult,
+    Verdict,
+)
 
 
 class Lease:
@@ -30,6 +38,14 @@ class Lease:
     def submit(self, event: Any) -> None:
         """Pass an open, proposal, commit or close on to the engine."""
         self._leases.submit(self, event)
+
+
+class _Holder(NamedTuple):
+    """Who holds a sequence."""
+
+    lease: Lease
+    wire_id: int
+    arrived_at: float  # monotonic, when it was opened
 
 
 class Leases:
@@ -50,7 +66,7 @@ class Leases:
         self._forgotten = forgotten
         self._ids = itertools.count(1)
         self._leases: set[Lease] = set()
-        self._holders: dict[int, tuple[Lease, int]] = {}  # engine id -> lease, wire id
+        self._holders: dict[int, _Holder] = {}  # by engine id
         self.num_ignored = 0  # proposals, commits and closes for unknown ids
 
     def attach(self) -> Lease:
@@ -71,13 +87,13 @@ class Leases:
         """How many sequences the streams carry."""
         return len(self._holders)
 
-    def open(self, lease: Lease, wire_id: int) -> int | None:
+    def open(self, lease: Lease, wire_id: int, arrived_at: float = 0.0) -> int | None:
         """The engine's id for a new sequence, or None if the stream holds this one already."""
         if wire_id in lease.engine_ids:
             return None
         engine_id = next(self._ids)
         lease.engine_ids[wire_id] = engine_id
-        self._holders[engine_id] = (lease, wire_id)
+        self._holders[engine_id] = _Holder(lease, wire_id, arrived_at)
         return engine_id
 
     def submit(self, lease: Lease, event: Any) -> None:
@@ -88,7 +104,9 @@ class Leases:
             return
         if isinstance(event, CloseSequence):
             self._forget(engine_id)
-        self._submit(replace(event, sequence_id=engine_id))
+            self._submit(CloseSequence(engine_id))
+        else:
+            self._submit(replace(event, sequence_id=engine_id, arrived_at=time.monotonic()))
 
     def deliver(self, result: StepResult) -> None:
         """Route what a step said; streams that hear nothing else hear the engine's status."""
@@ -97,8 +115,7 @@ class Leases:
             holder = self._holders.get(reply.sequence_id)
             if holder is None:  # closed in the meantime
                 continue
-            lease, wire_id = holder
-            lease.outbox.put(replace(reply, sequence_id=wire_id))
+            holder.lease.outbox.put(_addressed(reply, holder, result, now))
             if isinstance(reply, Refusal) or (isinstance(reply, Verdict) and reply.ended):
                 self._forget(reply.sequence_id)
         status = replace(result.status, num_ignored=result.status.num_ignored + self.num_ignored)
@@ -127,6 +144,19 @@ class Leases:
         yield from result.refusals
 
     def _forget(self, engine_id: int) -> None:
-        lease, wire_id = self._holders.pop(engine_id)
-        del lease.engine_ids[wire_id]
+        holder = self._holders.pop(engine_id)
+        del holder.lease.engine_ids[holder.wire_id]
         self._forgotten(engine_id)
+
+
+def _addressed(reply: Any, holder: _Holder, result: StepResult, now: float) -> Any:
+    """A reply under the stream's name for its sequence; says how long its cause was held."""
+    if isinstance(reply, Verdict) and holder.arrived_at:
+        held, told = now - holder.arrived_at, now - result.info.ended if result.info else 0.0
+        timing = replace(reply.timing, held_seconds=held, told_seconds=told)
+        return replace(reply, sequence_id=holder.wire_id, timing=timing)
+    cause = result.causes.get(reply.sequence_id)
+    if isinstance(reply, Proposal) and cause is not None and cause.arrived_at:
+        held = now - cause.arrived_at
+        return replace(reply, sequence_id=holder.wire_id, held_seconds=held)
+    return replace(reply, sequence_id=holder.wire_id)

@@ -15,10 +15,14 @@ import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
 from grpc_reflection.v1alpha import reflection
 
+from common import logs
 from common.config import ServiceConfig
 from common.errors import ConfigurationError
+from common.telemetry import Tracing
 
 log = logging.getLogger(__name__)
+FLUSH_SECONDS = 3.0
+"""How long a collector may take for the last spans."""
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -61,23 +65,27 @@ Start = Callable[[grpc.aio.Server], Awaitable[Running]]
 """Loads, warms up and adds servicers to the server; raises `ConfigurationError` if it can't."""
 
 
-def run(config: ServiceConfig, service_names: Sequence[str], start: Start) -> None:
+def run(
+    config: ServiceConfig,
+    service_names: Sequence[str],
+    start: Start,
+    tracing: Tracing | None = None,
+) -> None:
     """Run a service until SIGTERM or SIGINT; exits non-zero if it fails.
 
-    service_names are full protobuf names, for health and reflection.
+    service_names are full protobuf names, for health and reflection. Spans that wait are
+    exported at the end, whatever it is.
     """
-    logging.basicConfig(
-        level=config.log_level.upper(),
-        format=f"%(asctime)s {config.name} %(levelname)s %(name)s: %(message)s",
-        stream=sys.stderr,
-    )
+    logs.set_up(config)
     try:
-        asyncio.run(_serve(config, service_names, start))
+        asyncio.run(_serve(config, service_names, start, tracing or Tracing(config.name)))
     except ConfigurationError as error:
         sys.exit(f"tandem {config.name}: {error}")
 
 
-async def _serve(config: ServiceConfig, service_names: Sequence[str], start: Start) -> None:
+async def _serve(
+    config: ServiceConfig, service_names: Sequence[str], start: Start, tracing: Tracing
+) -> None:
     loop = asyncio.get_running_loop()
     told_to_stop = asyncio.Event()
     for number in (signal.SIGTERM, signal.SIGINT):
@@ -119,10 +127,12 @@ async def _serve(config: ServiceConfig, service_names: Sequence[str], start: Sta
         await running.stop()
         await server.stop(grace=0.2)
         log.error("stopped by a failure: %s", failed.exception())
+        await asyncio.to_thread(tracing.shutdown, FLUSH_SECONDS)
         logging.shutdown()
         os._exit(1)  # an engine's thread that hangs can't be joined
     await running.stop()
     await server.stop(grace=1.0)
+    await asyncio.to_thread(tracing.shutdown, FLUSH_SECONDS)
     log.info("stopped")
 
 

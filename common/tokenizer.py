@@ -111,6 +111,10 @@ class Tokenizer:
         """The text of ids; special tokens have none."""
         return self._backend.decode(list(token_ids), skip_special_tokens=True)
 
+    def name(self, token_id: int) -> str:
+        """What the vocabulary calls an id, such as `<|im_end|>`; empty if it has none."""
+        return self._backend.id_to_token(token_id) or ""
+
     def stream(self, token_ids: Sequence[int]) -> DecodeStream:
         """An incremental decoder of what follows token_ids."""
         return DecodeStream(ids=list(token_ids), skip_special_tokens=True)

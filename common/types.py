@@ -7,6 +7,7 @@ ints; durations are seconds.
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass, field
 from enum import Enum, auto
 from typing import NamedTuple
@@ -122,7 +123,9 @@ class OpenSequence:
     resumed: bool = False
     timeout_seconds: float | None = None
     cache_scope: str = ""
-    traceparent: str = ""
+    traceparent: str = ""  # of the gateway's span for this sequence; empty: untraced
+    # Monotonic; set by the service that hears it, does not travel.
+    arrived_at: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -142,6 +145,10 @@ class Proposal:
     start: int  # absolute position of the first of token_ids
     token_ids: Tokens
     distributions: tuple[SparseDist, ...] = ()  # empty: a deterministic guess, q is one-hot
+    traceparent: str = ""  # of the draft's span for the chain; empty: untraced
+    held_seconds: float = 0.0  # from arrival of its cause in the draft to sending
+    # Monotonic; set by the target, does not travel.
+    arrived_at: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
@@ -152,15 +159,33 @@ class Commit:
     committed_len: int  # before token_ids
     token_ids: Tokens
     lookahead: int
+    traceparent: str = ""  # the verdict's
+    # Monotonic; set by the draft, does not travel.
+    arrived_at: float = field(default=0.0, compare=False)
 
 
 @dataclass(frozen=True, slots=True)
 class VerdictTiming:
     """Durations on the target's own clock."""
 
-    queue_seconds: float = 0.0  # on the first verdict
-    prefill_seconds: float = 0.0  # on the first verdict
-    step_seconds: float = 0.0
+    queue_seconds: float = 0.0  # from arrival to the first step; on the first verdict
+    prefill_seconds: float = 0.0  # from the first step to this decision; on the first verdict
+    step_seconds: float = 0.0  # from the last decision to this one; on all but the first
+    held_seconds: float = 0.0  # from arrival to sending this verdict
+    told_seconds: float = 0.0  # from this decision to sending it
+
+
+class StaleCounts(NamedTuple):
+    """Draft tokens that were dropped untested, by cause."""
+
+    late: int = 0  # the target decided the same token before it could test this one
+    diverged: int = 0  # differs from what was decided, or follows one that does
+    superseded: int = 0  # of a chain that a newer one has replaced
+    malformed: int = 0  # of a chain with a gap, an unknown token or no distribution
+    finished: int = 0  # waited when the sequence ended
+
+
+NONE_STALE = StaleCounts()
 
 
 @dataclass(frozen=True, slots=True)
@@ -180,6 +205,10 @@ class Verdict:
     timing: VerdictTiming = VerdictTiming()
     num_stale: int = 0  # draft tokens dropped untested since the last verdict
     num_cached: int = 0  # prompt tokens out of the prefix cache, on the first verdict
+    stale: StaleCounts = NONE_STALE  # num_stale by cause
+    batch_size: int = 0  # sequences in the step
+    num_preemptions: int = 0  # of this sequence, since the last verdict
+    traceparent: str = ""  # of the target's span for this verdict; empty: untraced
 
     @property
     def ended(self) -> bool:
@@ -271,9 +300,31 @@ class StepInfo:
 
     step_id: int
     began: float  # monotonic seconds
-    seconds: float
+    seconds: float  # until its tokens were decided or drawn
     num_sequences: int
-    num_rows: int  # decoding, drafted and prompt rows together
+    num_rows: int  # decoding, drafted and prompt rows together; a draft's: tokens drawn
+    preempted: Tokens = ()  # sequences whose blocks were taken back
+
+    @property
+    def ended(self) -> float:
+        """When its tokens were decided or drawn, monotonic."""
+        return self.began + self.seconds
+
+
+class Cause(NamedTuple):
+    """What an engine's word rests on: consumed proposals, or the latest commit or open."""
+
+    arrived_at: float | None  # monotonic; of the first to arrive, None if there is none
+    traceparents: tuple[str, ...] = ()  # of those that are traced
+
+
+class Prefill(NamedTuple):
+    """A draft has read a sequence's prompt."""
+
+    sequence_id: int
+    began: float  # monotonic seconds
+    ended: float
+    num_tokens: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -285,4 +336,6 @@ class StepResult:
     proposals: tuple[Proposal, ...] = ()
     progress: tuple[Progress, ...] = ()
     refusals: tuple[Refusal, ...] = ()
+    causes: Mapping[int, Cause] = field(default_factory=dict)  # of verdicts or proposals
+    prefills: tuple[Prefill, ...] = ()  # a draft's; a target's are in its verdicts
     status: EngineStatus = field(default_factory=EngineStatus)

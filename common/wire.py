@@ -33,6 +33,7 @@ from common.types import (
     Rule,
     SamplingParams,
     SparseDist,
+    StaleCounts,
     TargetEvent,
     TokenOrigin,
     Verdict,
@@ -197,6 +198,8 @@ def _proposal_to_pb(p: Proposal) -> pb.Proposal:
             pb.SparseDistribution(token_ids=d.token_ids.tolist(), probs=d.probs.tolist())
             for d in p.distributions
         ],
+        traceparent=p.traceparent,
+        held=duration(p.held_seconds) if p.held_seconds else None,
     )
 
 
@@ -211,6 +214,8 @@ def _proposal_from_pb(m: pb.Proposal) -> Proposal:
             SparseDist(np.array(d.token_ids, np.int64), np.array(d.probs, np.float64))
             for d in m.distributions
         ),
+        traceparent=m.traceparent,
+        held_seconds=seconds(m.held),
     )
 
 
@@ -220,11 +225,12 @@ def _commit_to_pb(c: Commit) -> pb.Commit:
         committed_len=c.committed_len,
         token_ids=c.token_ids,
         lookahead=c.lookahead,
+        traceparent=c.traceparent,
     )
 
 
 def _commit_from_pb(m: pb.Commit) -> Commit:
-    return Commit(m.sequence_id, m.committed_len, tuple(m.token_ids), m.lookahead)
+    return Commit(m.sequence_id, m.committed_len, tuple(m.token_ids), m.lookahead, m.traceparent)
 
 
 def _error_to_pb(e: SequenceError) -> pb.SequenceError:
@@ -256,10 +262,26 @@ def _verdict_to_pb(v: Verdict) -> pb.Verdict:
             queue=duration(timing.queue_seconds) if timing.queue_seconds else None,
             prefill=duration(timing.prefill_seconds) if timing.prefill_seconds else None,
             step=duration(timing.step_seconds),
+            held=duration(timing.held_seconds),
+            told=duration(timing.told_seconds),
         ),
         num_stale=v.num_stale,
         num_cached=v.num_cached,
+        stale=stale_to_pb(v.stale) if any(v.stale) else None,
+        batch_size=v.batch_size,
+        num_preemptions=v.num_preemptions,
+        traceparent=v.traceparent,
     )
+
+
+def stale_to_pb(s: StaleCounts) -> pb.StaleCounts:
+    """Untested draft tokens by cause."""
+    return pb.StaleCounts(**s._asdict())
+
+
+def stale_from_pb(m: pb.StaleCounts) -> StaleCounts:
+    """Untested draft tokens by cause."""
+    return StaleCounts(m.late, m.diverged, m.superseded, m.malformed, m.finished)
 
 
 def _verdict_from_pb(m: pb.Verdict) -> Verdict:
@@ -275,9 +297,19 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         error=_error_from_pb(m.error) if m.HasField("error") else None,
         lookahead=m.lookahead,
         step_id=m.step_id,
-        timing=VerdictTiming(seconds(t.queue), seconds(t.prefill), seconds(t.step)),
+        timing=VerdictTiming(
+            queue_seconds=seconds(t.queue),
+            prefill_seconds=seconds(t.prefill),
+            step_seconds=seconds(t.step),
+            held_seconds=seconds(t.held),
+            told_seconds=seconds(t.told),
+        ),
         num_stale=m.num_stale,
         num_cached=m.num_cached,
+        stale=stale_from_pb(m.stale),
+        batch_size=m.batch_size,
+        num_preemptions=m.num_preemptions,
+        traceparent=m.traceparent,
     )
 
 

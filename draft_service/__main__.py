@@ -1,7 +1,9 @@
 """`python -m draft_service`: see `--help`."""
 
+import os
 from functools import partial
 
+from common import telemetry
 from common.config import parse, prepare_process
 from common.service import run
 from common.types import ModelInfo
@@ -16,7 +18,9 @@ def main() -> None:
     config = parse(DraftConfig)
     prepare_process(config.cores, config.threads)
     make = {"ngram": make_ngram, "model": make_model}[config.drafter]
-    run(config, servicer.SERVICE_NAMES, partial(servicer.start, partial(make, config)))
+    tracing = telemetry.from_environment(config.name, os.environ)
+    start = partial(servicer.start, config, partial(make, config), tracing)
+    run(config, servicer.SERVICE_NAMES, start, tracing)
 
 
 def make_ngram(config: DraftConfig) -> tuple[Drafter, ModelInfo]:
@@ -32,7 +36,13 @@ def make_model(config: DraftConfig) -> tuple[Drafter, ModelInfo]:
 
     loaded = load(config)
     blocks = BlockManager(loaded.num_blocks, loaded.info.block_size)
-    drafter = ModelDrafter(loaded.model, blocks, max_rows=config.max_rows, support=config.support)
+    drafter = ModelDrafter(
+        loaded.model,
+        blocks,
+        max_rows=config.max_rows,
+        support=config.support,
+        noise=loaded.noise,
+    )
     return drafter, loaded.info
 
 

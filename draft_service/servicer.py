@@ -10,12 +10,18 @@ from tandem.v1 import draft_pb2 as pb
 from tandem.v1 import draft_pb2_grpc
 
 from common import wire
-from common.engine_host import EngineHost
+from common.engine_host import EngineHost, Observer
 from common.errors import TandemError, sequence_error
 from common.leases import Lease
+from common.metrics import Metrics, serve, watch_spans
+from common.sequence_log import SequenceLog
+from common.telemetry import Tracing
 from common.types import ModelInfo, Refusal
+from draft_service.config import DraftConfig
 from draft_service.drafters import Drafter
 from draft_service.engine import DraftEngine
+from draft_service.metrics import DraftMetrics
+from draft_service.spans import DraftSpans
 
 SERVICE_NAMES = (pb.DESCRIPTOR.services_by_name["DraftService"].full_name,)
 
@@ -58,11 +64,22 @@ class DraftServicer(draft_pb2_grpc.DraftServiceServicer):
 
 
 async def start(
-    make_drafter: Callable[[], tuple[Drafter, ModelInfo]], server: grpc.aio.Server
+    config: DraftConfig,
+    make_drafter: Callable[[], tuple[Drafter, ModelInfo]],
+    tracing: Tracing,
+    server: grpc.aio.Server,
 ) -> EngineHost:
     """Make the drafter, add the servicer and begin stepping."""
     drafter, info = await asyncio.to_thread(make_drafter)
-    host = EngineHost(DraftEngine(drafter))
+    metrics = Metrics(config.name, config.pool)
+    watch_spans(metrics, tracing)
+    serve(config, metrics)
+    observers: list[Observer] = [
+        DraftSpans(tracing),
+        DraftMetrics(metrics.of(info.name)),
+        SequenceLog(),
+    ]
+    host = EngineHost(DraftEngine(drafter), observers)
     draft_pb2_grpc.add_DraftServiceServicer_to_server(DraftServicer(host, info), server)
     host.start()
     return host

@@ -2,16 +2,20 @@
 
 from __future__ import annotations
 
+import os
 import sys
 
 import grpc
 
+from common import telemetry
 from common.config import parse, pin_to_cores
 from common.errors import ConfigurationError
+from common.metrics import serve, watch_spans
 from common.service import run
 from gateway.api import SERVICE_NAME, GatewayServicer, add_to_server
 from gateway.config import GatewayConfig
 from gateway.relay import Relay
+from gateway.spans import GatewaySpans
 
 
 def main() -> None:
@@ -25,15 +29,19 @@ def main() -> None:
     except ConfigurationError as error:
         sys.exit(f"tandem gateway: {error}")
     pin_to_cores(config.cores)
+    tracing = telemetry.from_environment(config.name, os.environ)
 
     async def start(server: grpc.aio.Server) -> Relay:
         relay = Relay(config)
+        watch_spans(relay.metrics.metrics, tracing)
+        serve(config, relay.metrics.metrics)
         relay.start()
         await relay.wait_for_target()
-        add_to_server(GatewayServicer(config, relay), server)
+        spans = GatewaySpans(tracing)
+        add_to_server(GatewayServicer(config, relay, spans), server)
         return relay
 
-    run(config, [SERVICE_NAME], start)
+    run(config, [SERVICE_NAME], start, tracing)
 
 
 if __name__ == "__main__":

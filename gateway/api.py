@@ -9,7 +9,8 @@ import logging
 import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
@@ -21,14 +22,18 @@ from common.errors import (
     AbandonedError,
     InternalFaultError,
     InvalidRequestError,
+    NotFoundError,
     NotServedError,
     TandemError,
     status_details,
 )
+from common.logs import fields
 from common.types import Rule, SamplingParams, Tokens
 from common.wire import model_to_pb, rule_from_pb, sampling_from_pb
 from gateway.config import GatewayConfig
+from gateway.explain import explain
 from gateway.relay import Relay, Served
+from gateway.spans import GatewaySpans, RequestSpans
 from gateway.types import (
     Delta,
     Event,
@@ -38,7 +43,12 @@ from gateway.types import (
     GenerationRequest,
     Started,
 )
-from gateway.wire import event_to_pb, gateway_status_to_pb, generation_to_pb
+from gateway.wire import (
+    event_to_pb,
+    explanation_to_pb,
+    gateway_status_to_pb,
+    generation_to_pb,
+)
 
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
@@ -61,7 +71,8 @@ def _told(
         except TandemError as told:
             error = told
         except Exception:
-            log.exception("fault in %s", method.__name__)
+            request_id = getattr(getattr(request, "spec", None), "request_id", None)
+            log.exception("fault in %s", method.__name__, extra=fields(request_id=request_id))
             error = InternalFaultError("the gateway has failed, see its log")
         await context.abort(error.code, str(error), status_details(error))
         raise AssertionError("abort raises")
@@ -72,9 +83,12 @@ def _told(
 class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
     """GatewayService over a relay."""
 
-    def __init__(self, config: GatewayConfig, relay: Relay) -> None:
+    def __init__(
+        self, config: GatewayConfig, relay: Relay, spans: GatewaySpans | None = None
+    ) -> None:
         self._config = config
         self._relay = relay
+        self._spans = spans  # None: nothing is traced
 
     @_told
     async def Generate(  # noqa: N802
@@ -83,7 +97,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         """Answer once."""
         started: Started | None = None
         deltas: list[Delta] = []
-        async with contextlib.aclosing(self._events(request.spec, context)) as events:
+        async with self._answering("Generate", request.spec, context) as events:
             async for event in events:
                 if isinstance(event, Started):
                     started = event
@@ -99,7 +113,7 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: pb.StreamGenerateRequest, context: Context
     ) -> None:
         """Answer token by token; writes, so that a client that does not read is noticed."""
-        async with contextlib.aclosing(self._events(request.spec, context)) as events:
+        async with self._answering("StreamGenerate", request.spec, context) as events:
             async for event in events:
                 try:
                     async with asyncio.timeout(self._config.client_stall_seconds):
@@ -124,19 +138,69 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         """List what can be asked for."""
         return pb.ListModelsResponse(models=map(model_to_pb, self._relay.models()))
 
-    async def _events(
-        self, spec: pb.GenerationSpec, context: Context
-    ) -> AsyncGenerator[Event, None]:
-        arrived_at = time.monotonic()
-        served = self._relay.served(spec.model)
-        request = read_spec(
-            spec,
-            served,
-            self._config,
-            self._relay.max_lookahead,
-            timeout_seconds=context.time_remaining(),
+    @_told
+    async def Explain(  # noqa: N802
+        self, request: pb.ExplainRequest, context: Context
+    ) -> pb.ExplainResponse:
+        """Say what bounded one of the last requests."""
+        record = self._relay.journal.get(request.request_id)
+        if record is None:
+            raise NotFoundError(
+                f'no finished request "{request.request_id}" is remembered', field="request_id"
+            )
+        return pb.ExplainResponse(explanation=explanation_to_pb(explain(record)))
+
+    @contextlib.asynccontextmanager
+    async def _answering(
+        self, method: str, spec: pb.GenerationSpec, context: Context
+    ) -> AsyncIterator[AsyncGenerator[Event, None]]:
+        """The events of a request; its spans, if it is traced, end with what is done inside."""
+        arrived_at, timeout_seconds = time.monotonic(), context.time_remaining()
+        spec.request_id = spec.request_id or uuid.uuid4().hex
+        spans = self._spans and self._spans.begin(
+            f"{SERVICE_NAME}/{method}",
+            spec.request_id,
+            context.invocation_metadata() or (),
+            arrived_at=arrived_at,
+            timeout_seconds=timeout_seconds,
         )
-        session = self._relay.open(request, arrived_at)
+        if spans:
+            spans.asked(chat=spec.HasField("chat"), model=spec.model)
+        error: BaseException | None = None
+        try:
+            async with contextlib.aclosing(
+                self._events(spec, arrived_at, timeout_seconds, spans or None)
+            ) as events:
+                yield events
+        except BaseException as caught:
+            error = caught
+            raise
+        finally:
+            if spans:
+                spans.end(error)
+
+    async def _events(
+        self,
+        spec: pb.GenerationSpec,
+        arrived_at: float,
+        timeout_seconds: float | None,
+        spans: RequestSpans | None,
+    ) -> AsyncGenerator[Event, None]:
+        try:
+            served = self._relay.served(spec.model)
+            request = read_spec(
+                spec,
+                served,
+                self._config,
+                self._relay.max_lookahead,
+                timeout_seconds=timeout_seconds,
+            )
+            if spans is not None:
+                spans.accepted(request)
+            session = self._relay.open(request, arrived_at, spans)
+        except TandemError:
+            self._relay.refused()
+            raise
         try:
             yield Started(
                 request_id=request.request_id,
@@ -149,9 +213,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             )
             async with contextlib.aclosing(session.events(served.tokenizer)) as events:
                 async for event in events:
+                    if isinstance(event, Finished) and request.explain:
+                        explanation = explain(self._relay.record(session))
+                        event = replace(event, explanation=explanation)
                     yield event
         finally:
             self._relay.close(session)
+            if spans is not None:
+                spans.recorded(session.record())
 
 
 def _gather(started: Started, deltas: list[Delta], finished: Finished) -> Generation:
@@ -200,6 +269,7 @@ def read_spec(
         stop_strings=tuple(spec.stop_strings),
         lookahead=0 if options.disabled else lookahead,
         priority=spec.priority,
+        explain=spec.explain,
         timeout_seconds=timeout_seconds,
     )
 

@@ -28,6 +28,7 @@ from common.wire import model_from_pb, rule_to_pb
 from gateway.types import (
     Delta,
     Event,
+    Explanation,
     Finished,
     GatewayStatus,
     Generation,
@@ -35,13 +36,19 @@ from gateway.types import (
     Progress,
     Started,
 )
-from gateway.wire import event_from_pb, gateway_status_from_pb, generation_from_pb
+from gateway.wire import (
+    event_from_pb,
+    explanation_from_pb,
+    gateway_status_from_pb,
+    generation_from_pb,
+)
 
 __all__ = [
     "AsyncClient",
     "Client",
     "Delta",
     "Event",
+    "Explanation",
     "Finished",
     "Generation",
     "Message",
@@ -74,7 +81,9 @@ class Options:
     speculate: bool = True
     priority: int = 0
     request_id: str = ""
+    explain: bool = False  # the last event then says what bounded the request
     timeout: float | None = None  # seconds
+    traceparent: str = ""  # W3C trace context of the caller; its sampled flag decides
 
 
 def _spec(prompt: Prompt, options: Options) -> pb.GenerationSpec:
@@ -84,6 +93,7 @@ def _spec(prompt: Prompt, options: Options) -> pb.GenerationSpec:
         stop_strings=[options.stop] if isinstance(options.stop, str) else options.stop,
         seed=options.seed,
         priority=options.priority,
+        explain=options.explain,
         speculation=pb.SpeculationOptions(
             disabled=not options.speculate,
             rule=rule_to_pb(options.rule) if options.rule else types_pb2.RULE_UNSPECIFIED,
@@ -106,6 +116,12 @@ def _spec(prompt: Prompt, options: Options) -> pb.GenerationSpec:
     else:
         spec.tokens.token_ids.extend(cast("Sequence[int]", prompt))
     return spec
+
+
+def _call(options: Options) -> dict[str, Any]:
+    """What goes beside the message."""
+    metadata = (("traceparent", options.traceparent),) if options.traceparent else None
+    return {"timeout": options.timeout, "metadata": metadata}
 
 
 class Client:
@@ -137,7 +153,7 @@ class Client:
         options = replace(options or Options(), **overrides)
         request = pb.GenerateRequest(spec=_spec(prompt, options))
         try:
-            return generation_from_pb(self._stub.Generate(request, timeout=options.timeout))
+            return generation_from_pb(self._stub.Generate(request, **_call(options)))
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
 
@@ -147,7 +163,7 @@ class Client:
         """Started, then deltas and progress, then Finished; closing it cancels the request."""
         options = replace(options or Options(), **overrides)
         request = pb.StreamGenerateRequest(spec=_spec(prompt, options))
-        call = self._stub.StreamGenerate(request, timeout=options.timeout)
+        call = self._stub.StreamGenerate(request, **_call(options))
         try:
             for response in call:
                 event = event_from_pb(response)
@@ -164,6 +180,14 @@ class Client:
             return gateway_status_from_pb(self._stub.GetStatus(pb.GetStatusRequest()))
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
+
+    def explain(self, request_id: str) -> Explanation:
+        """What bounded one of the gateway's last requests."""
+        try:
+            response = self._stub.Explain(pb.ExplainRequest(request_id=request_id))
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+        return explanation_from_pb(response.explanation)
 
     def models(self) -> tuple[ModelInfo, ...]:
         """What can be asked for."""
@@ -203,7 +227,7 @@ class AsyncClient:
         options = replace(options or Options(), **overrides)
         request = pb.GenerateRequest(spec=_spec(prompt, options))
         try:
-            return generation_from_pb(await self._stub.Generate(request, timeout=options.timeout))
+            return generation_from_pb(await self._stub.Generate(request, **_call(options)))
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
 
@@ -213,7 +237,7 @@ class AsyncClient:
         """Started, then deltas and progress, then Finished; closing it cancels the request."""
         options = replace(options or Options(), **overrides)
         request = pb.StreamGenerateRequest(spec=_spec(prompt, options))
-        call = self._stub.StreamGenerate(request, timeout=options.timeout)
+        call = self._stub.StreamGenerate(request, **_call(options))
         try:
             async for response in call:
                 event = event_from_pb(response)
@@ -230,6 +254,14 @@ class AsyncClient:
             return gateway_status_from_pb(await self._stub.GetStatus(pb.GetStatusRequest()))
         except grpc.RpcError as error:
             raise error_from_rpc(error) from None
+
+    async def explain(self, request_id: str) -> Explanation:
+        """What bounded one of the gateway's last requests."""
+        try:
+            response = await self._stub.Explain(pb.ExplainRequest(request_id=request_id))
+        except grpc.RpcError as error:
+            raise error_from_rpc(error) from None
+        return explanation_from_pb(response.explanation)
 
     async def models(self) -> tuple[ModelInfo, ...]:
         """What can be asked for."""

@@ -21,6 +21,7 @@ class GatewayConfig(ServiceConfig):
     default_max_tokens: int = flag(256, "output tokens of a request that does not say")
     silence_seconds: float = flag(10.0, "a peer with open sequences that says nothing is lost")
     client_stall_seconds: float = flag(30.0, "a client that reads nothing is cancelled")
+    log_prompts: bool = flag(False, "log the text of prompts")
 
     def __post_init__(self) -> None:
         if self.lookahead < 0:

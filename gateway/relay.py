@@ -18,11 +18,15 @@ from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 from common import wire
 from common.errors import CapacityError, ConfigurationError, NotFoundError, UnavailableError
+from common.metrics import Metrics
 from common.tokenizer import Tokenizer
 from common.types import Commit, ModelInfo, Progress, Proposal, Refusal, Verdict
 from gateway.config import GatewayConfig
+from gateway.metrics import GatewayMetrics
 from gateway.peer import Hooks, Peer
+from gateway.records import Journal, RequestRecord
 from gateway.session import Session
+from gateway.spans import RequestSpans
 from gateway.types import GenerationRequest, PeerKind, PeerStatus
 
 HANDSHAKE_SECONDS = 10.0
@@ -47,6 +51,9 @@ class Relay:
     def __init__(self, config: GatewayConfig) -> None:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._config = config
+        self.metrics = GatewayMetrics(Metrics(config.name, config.pool))
+        self.metrics.watch(self.status, self.num_live)
+        self.journal = Journal()
         self._ids = itertools.count(1)  # sequence ids, new for every attempt
         self._sessions: set[Session] = set()
         self._draining = False
@@ -134,7 +141,12 @@ class Relay:
             )
         return self._served
 
-    def open(self, request: GenerationRequest, arrived_at: float | None = None) -> Session:
+    def open(
+        self,
+        request: GenerationRequest,
+        arrived_at: float | None = None,
+        spans: RequestSpans | None = None,
+    ) -> Session:
         """Begin a request; whoever opens a session closes it in the end.
 
         Raises `CapacityError`, or `UnavailableError` if no target is there.
@@ -147,7 +159,7 @@ class Relay:
             )
         if arrived_at is None:
             arrived_at = time.monotonic()
-        session = Session(request, self._target, next(self._ids), arrived_at)
+        session = Session(request, self._target, next(self._ids), arrived_at, self.metrics, spans)
         self._sessions.add(session)
         self._attach(session)
         return session
@@ -155,18 +167,43 @@ class Relay:
     def close(self, session: Session) -> None:
         """The client has what it wanted, or is gone."""
         session.close()
-        self._sessions.discard(session)
+        if session not in self._sessions:
+            return
+        self._sessions.remove(session)
+        record = self.record(session)
+        self.metrics.ended(record)
+        prompt = ""
+        if self._config.log_prompts and self._served is not None:
+            prompt = self._served.tokenizer.decode(session.request.prompt)
+        self.journal.add(record, prompt)
+
+    def refused(self) -> None:
+        """A request has not been opened."""
+        self.metrics.refused(self._served.model.name if self._served else "")
+
+    def record(self, session: Session) -> RequestRecord:
+        """A request's figures, with what is known of its peers."""
+        draft = self._draft
+        return replace(
+            session.record(),
+            has_draft=draft is not None,
+            draft_round_trip_seconds=draft.status().round_trip_seconds if draft else None,
+            target_round_trip_seconds=self._target.status().round_trip_seconds,
+        )
 
     def _peers(self) -> list[Peer[Session]]:
         return [self._target] if self._draft is None else [self._target, self._draft]
 
-    def _attach(self, session: Session) -> None:
-        if self._draft is not None and self._draft.ready and session.wants_draft:
-            session.attach(self._draft, next(self._ids))
+    def _attach(self, session: Session) -> bool:
+        if self._draft is None or not self._draft.ready or not session.wants_draft:
+            return False
+        session.attach(self._draft, next(self._ids))
+        return True
 
     def _attach_all(self) -> None:
         for session in self._sessions:
-            self._attach(session)
+            if self._attach(session):
+                self.metrics.reopened(session.request.model.name, "draft_returned")
 
     async def _meet_target(self, channel: grpc.aio.Channel) -> ModelInfo:
         stub = target_pb2_grpc.TargetServiceStub(channel)
@@ -216,20 +253,19 @@ class Relay:
             session.take_proposal(reply)
             return
         del self._draft.holders[reply.sequence_id]
-        session.detach()
+        session.detach(message=reply.error.message)
 
     def _lose_target(self, reason: str, held: list[Session]) -> None:
         for session in held:
-            session.fail(
-                UnavailableError(
-                    f"the target at {self._target.address} was lost: {reason}",
-                    retry_after_seconds=RETRY_SECONDS,
-                )
+            error = UnavailableError(
+                f"the target at {self._target.address} was lost: {reason}",
+                retry_after_seconds=RETRY_SECONDS,
             )
+            session.fail(error, at_target="tandem.target_lost")
 
     def _lose_draft(self, reason: str, held: list[Session]) -> None:
         for session in held:
-            session.detach()
+            session.detach("tandem.draft_lost", reason)
 
 
 def check_fit(draft: ModelInfo, target: ModelInfo) -> None:
@@ -271,7 +307,7 @@ def merge_commits(items: list[Any]) -> list[Any]:
             earlier: Commit = merged[places[item.sequence_id]]
             token_ids = earlier.token_ids + item.token_ids
             merged[places[item.sequence_id]] = replace(
-                earlier, token_ids=token_ids, lookahead=item.lookahead
+                item, committed_len=earlier.committed_len, token_ids=token_ids
             )
         else:
             places[item.sequence_id] = len(merged)

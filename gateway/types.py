@@ -36,6 +36,7 @@ class GenerationRequest:
     lookahead: int = 0  # 0: no drafting
     priority: int = 0
     timeout_seconds: float | None = None
+    explain: bool = False  # let the final event say what bounded the request
 
 
 @dataclass(frozen=True, slots=True)
@@ -104,6 +105,36 @@ class GenerationTiming:
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     steps_seconds: float = 0.0
+    wire_seconds: float = 0.0
+    gateway_seconds: float = 0.0
+
+
+class Severity(Enum):
+    """How grave a finding is."""
+
+    NOTE = auto()  # how things are; changing it is a matter of choice
+    LIMIT = auto()  # held the request back
+    FAULT = auto()  # not as it should be
+
+
+@dataclass(frozen=True, slots=True)
+class Finding:
+    """One thing that bounded a request."""
+
+    kind: str  # a constant for programs
+    severity: Severity
+    what: str
+    numbers: tuple[tuple[str, float], ...]  # what it was concluded from, by name
+    setting: str  # what would change it
+
+
+@dataclass(frozen=True, slots=True)
+class Explanation:
+    """What bounded a request; made by `explain.py`."""
+
+    request_id: str
+    summary: tuple[str, ...]  # a line for each thing worth knowing of any request
+    findings: tuple[Finding, ...] = ()  # the gravest first
 
 
 @dataclass(frozen=True, slots=True)
@@ -115,6 +146,7 @@ class Finished:
     speculation: SpeculationFigures
     timing: GenerationTiming
     stop: str = ""  # the stop string that ended the text
+    explanation: Explanation | None = None  # if the request asked for it
 
 
 Event = Started | Progress | Delta | Finished

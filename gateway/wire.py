@@ -25,6 +25,8 @@ from common.wire import (
 from gateway.types import (
     Delta,
     Event,
+    Explanation,
+    Finding,
     Finished,
     GatewayStatus,
     Generation,
@@ -33,6 +35,7 @@ from gateway.types import (
     PeerState,
     PeerStatus,
     Progress,
+    Severity,
     SpeculationFigures,
     Started,
     Usage,
@@ -101,8 +104,11 @@ def _finished_to_pb(f: Finished) -> pb.Finished:
             queue=duration(timing.queue_seconds),
             prefill=duration(timing.prefill_seconds),
             steps=duration(timing.steps_seconds),
+            wire=duration(timing.wire_seconds),
+            gateway=duration(timing.gateway_seconds),
         ),
         stop=f.stop,
+        explanation=explanation_to_pb(f.explanation) if f.explanation else None,
     )
 
 
@@ -126,8 +132,48 @@ def _finished_from_pb(m: pb.Finished) -> Finished:
             seconds(timing.queue),
             seconds(timing.prefill),
             seconds(timing.steps),
+            seconds(timing.wire),
+            seconds(timing.gateway),
         ),
         stop=m.stop,
+        explanation=explanation_from_pb(m.explanation) if m.HasField("explanation") else None,
+    )
+
+
+def explanation_to_pb(e: Explanation) -> pb.Explanation:
+    """What bounded a request."""
+    return pb.Explanation(
+        request_id=e.request_id,
+        summary=e.summary,
+        findings=[
+            pb.Finding(
+                kind=f.kind,
+                severity=pb.Severity.Value(f"SEVERITY_{f.severity.name}"),
+                what=f.what,
+                numbers=[pb.Figure(name=name, value=value) for name, value in f.numbers],
+                setting=f.setting,
+            )
+            for f in e.findings
+        ],
+    )
+
+
+def explanation_from_pb(m: pb.Explanation) -> Explanation:
+    """What bounded a request; a severity that we don't know is a note."""
+    severities = {pb.Severity.Value(f"SEVERITY_{s.name}"): s for s in Severity}
+    return Explanation(
+        request_id=m.request_id,
+        summary=tuple(m.summary),
+        findings=tuple(
+            Finding(
+                kind=f.kind,
+                severity=severities.get(f.severity, Severity.NOTE),
+                what=f.what,
+                numbers=tuple((n.name, n.value) for n in f.numbers),
+                setting=f.setting,
+            )
+            for f in m.findings
+        ),
     )
 
 

@@ -1,5 +1,6 @@
 """`python -m target_service`: see `--help`."""
 
+import os
 from functools import partial
 
 from common.config import parse, prepare_process
@@ -10,10 +11,12 @@ def main() -> None:
     """Run the target until it is told to stop."""
     config = parse(TargetConfig)
     prepare_process(config.cores, config.threads)
-    from common.service import run  # after the above: imports torch
+    from common import telemetry  # after the above: imports torch
+    from common.service import run
     from target_service import servicer
 
-    run(config, servicer.SERVICE_NAMES, partial(servicer.start, config))
+    tracing = telemetry.from_environment(config.name, os.environ)
+    run(config, servicer.SERVICE_NAMES, partial(servicer.start, config, tracing), tracing)
 
 
 if __name__ == "__main__":

@@ -21,6 +21,7 @@ from common.errors import (
     sequence_error,
 )
 from common.types import (
+    Cause,
     CloseSequence,
     EngineStatus,
     FinishReason,
@@ -34,7 +35,7 @@ from common.types import (
     VerdictTiming,
 )
 from target_service.scheduler import Scheduler, SchedulerConfig
-from target_service.sequence import Sequence
+from target_service.sequence import Sequence, cause_of
 from target_service.verify import Decision, batch_of, decide
 
 PROGRESS_EVERY_SECONDS = 0.25
@@ -61,6 +62,7 @@ class TargetEngine:
         self._deferred: list[TargetEvent] = []  # taken out in mid-step, for the next one
         self._sequences: dict[int, Sequence] = {}
         self._refused: list[Verdict] = []  # of this step's opens
+        self._causes: dict[int, Cause] = {}  # of this step's verdicts
         self._step_id = 0
         self._num_ignored = 0
         self._progress_at = 0.0
@@ -82,9 +84,8 @@ class TargetEngine:
         began = time.monotonic()
         self._drain()
         plan = self.scheduler.plan()
-        verdicts = self._refused
-        self._refused = []
-        info = None
+        verdicts, self._refused = self._refused, []
+        info, self._causes = None, {}
         if plan:
             self._step_id += 1
             now = time.monotonic()
@@ -92,14 +93,17 @@ class TargetEngine:
                 work.seq.started_at = work.seq.started_at or now
             logits = self._model.forward(batch_of(plan, self._blocks, self._model.device))
             self._drain_late_proposals()
-            verdicts += self._commit(decide(plan, logits, self._noise), began)
+            decisions = decide(plan, logits, self._noise)
+            now = time.monotonic()
+            verdicts += self._commit(decisions, now, len(plan))
             num_rows = sum(w.num_rows + len(w.run) for w in plan)
-            seconds = time.monotonic() - began
-            info = StepInfo(self._step_id, began, seconds, len(plan), num_rows)
+            preempted = tuple(self.scheduler.preempted)
+            info = StepInfo(self._step_id, began, now - began, len(plan), num_rows, preempted)
         return StepResult(
             info=info,
             verdicts=tuple(verdicts),
             progress=self._progress(began),
+            causes=self._causes,
             status=self._status(),
         )
 
@@ -133,7 +137,8 @@ class TargetEngine:
         except TandemError as error:
             self._refused.append(_failure(event.sequence_id, len(event.token_ids), error))
             return
-        seq = Sequence.of(event, self._eos, self._model.context_len, time.monotonic())
+        arrived_at = event.arrived_at or time.monotonic()
+        seq = Sequence.of(event, self._eos, self._model.context_len, arrived_at)
         self._sequences[seq.sid] = seq
         self.scheduler.add(seq)
 
@@ -186,13 +191,12 @@ class TargetEngine:
 
     # -- 5. commit ---------------------------------------------------------------------
 
-    def _commit(self, decisions: list[Decision], began: float) -> list[Verdict]:
-        took = time.monotonic() - began
+    def _commit(self, decisions: list[Decision], now: float, batch_size: int) -> list[Verdict]:
         verdicts = []
         for decision in decisions:
             seq = decision.work.seq
             if decision.emitted:
-                verdicts.append(self._commit_one(decision, began, took))
+                verdicts.append(self._commit_one(decision, now, batch_size))
             else:
                 error = InternalFaultError("the model yielded no finite logits")
                 verdicts.append(_failure(seq.sid, len(seq.tokens), error))
@@ -201,18 +205,20 @@ class TargetEngine:
                 self.scheduler.remove(seq)
         return verdicts
 
-    def _commit_one(self, decision: Decision, began: float, took: float) -> Verdict:
+    def _commit_one(self, decision: Decision, now: float, batch_size: int) -> Verdict:
         seq, committed_len = decision.work.seq, len(decision.work.seq.tokens)
         emitted, reason = _cut(seq, decision.emitted)
-        num_tested = min(decision.num_tested, len(emitted))
+        tested = decision.tested[: len(emitted)]
+        num_tested = len(tested)
+        self._causes[seq.sid] = cause_of(tested)
         seq.num_tested += num_tested
         seq.settle(emitted)
-        if reason is not None and seq.chain:
-            seq.chain.kill()
+        if reason is not None:
+            seq.kill_chain("finished")
         seq.num_cached = len(seq.tokens) - 1
         self._blocks.truncate(seq.sid, seq.num_cached)
-        started = seq.started_at or began
-        first = committed_len == seq.num_prompt
+        stale = seq.take_stale()
+        num_preemptions, seq.num_preemptions = seq.num_preemptions, 0
         return Verdict(
             sequence_id=seq.sid,
             committed_len=committed_len,
@@ -222,12 +228,11 @@ class TargetEngine:
             finish_reason=reason,
             lookahead=seq.lookahead,
             step_id=self._step_id,
-            timing=VerdictTiming(
-                queue_seconds=started - seq.opened_at if first else 0.0,
-                prefill_seconds=began + took - started if first else 0.0,
-                step_seconds=took,
-            ),
-            num_stale=seq.take_stale(),
+            timing=_timing(seq, now),
+            num_stale=sum(stale),
+            stale=stale,
+            batch_size=batch_size,
+            num_preemptions=num_preemptions,
         )
 
     # -- what the engine says of itself ------------------------------------------------
@@ -261,6 +266,15 @@ def _cut(seq: Sequence, emitted: list[int]) -> tuple[list[int], FinishReason | N
         if len(seq.tokens) + i + 1 >= seq.max_len:
             return emitted[: i + 1], FinishReason.LENGTH
     return emitted, None
+
+
+def _timing(seq: Sequence, now: float) -> VerdictTiming:
+    """Where the time went since the last decision, or since arrival; without a gap between."""
+    before, seq.decided_at = seq.decided_at, now
+    if before is not None:
+        return VerdictTiming(step_seconds=now - before)
+    started = now if seq.started_at is None else seq.started_at
+    return VerdictTiming(started - seq.opened_at, now - started)
 
 
 def _failure(sid: int, committed_len: int, error: TandemError) -> Verdict:

@@ -47,6 +47,7 @@ class Scheduler:
         self.waiting: list[Sequence] = []  # in order of admission
         self.running: list[Sequence] = []  # in order of admission
         self.num_preemptions = 0
+        self.preempted: list[int] = []  # by the last plan
 
     @property
     def full(self) -> bool:
@@ -70,6 +71,7 @@ class Scheduler:
         Decoding sequences come first, then prompts, then what is left goes to drafted rows:
         a draft token never takes a block or a row that a sequence needs to move on.
         """
+        self.preempted = []
         self._admit()
         budget = self._config.max_rows
         plan: dict[int, Work] = {}
@@ -114,7 +116,9 @@ class Scheduler:
         seq.num_cached = 0
         ahead: Iterable[int] = (i for i, s in enumerate(self.waiting) if s.priority <= seq.priority)
         self.waiting.insert(next(iter(ahead), len(self.waiting)), seq)
+        seq.num_preemptions += 1
         self.num_preemptions += 1
+        self.preempted.append(seq.sid)
 
     def _add_run(self, work: Work, budget: int) -> int:
         """Add as many drafted rows as budget and free blocks allow; returns their number."""
@@ -124,4 +128,5 @@ class Scheduler:
             num -= 1
         if num and seq.chain:
             work.run = seq.chain.drafts[:num]
+            seq.num_in_pass = num
         return num

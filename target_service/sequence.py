@@ -2,12 +2,22 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
 
-from common.types import ChainId, OpenSequence, Proposal, Rule, SamplingParams, SparseDist
+from common.types import (
+    Cause,
+    ChainId,
+    OpenSequence,
+    Proposal,
+    Rule,
+    SamplingParams,
+    SparseDist,
+    StaleCounts,
+)
 
 SUM_TOLERANCE = 1e-9
 """How far the probabilities of q may be from summing to 1."""
@@ -18,6 +28,8 @@ class Draft(NamedTuple):
 
     token: int
     dist: SparseDist | None = None
+    arrived_at: float = 0.0  # its proposal's, like the next
+    traceparent: str = ""
 
 
 @dataclass
@@ -31,11 +43,16 @@ class Chain:
     chain_id: ChainId
     end: int  # absolute position after the last token received
     drafts: list[Draft] = field(default_factory=list)  # from the committed length on
-    alive: bool = True
+    cause: str = ""  # of its death, a field of `StaleCounts`; empty while it is alive
 
-    def kill(self) -> None:
+    @property
+    def alive(self) -> bool:
+        """Whether its tokens may still be tested."""
+        return not self.cause
+
+    def kill(self, cause: str) -> None:
         """Nothing of this chain is to be tested any more."""
-        self.alive = False
+        self.cause = cause
         self.drafts.clear()
 
 
@@ -55,13 +72,17 @@ class Sequence:
     lookahead: int
     priority: int
     stop_ids: frozenset[int]
-    opened_at: float  # monotonic seconds
+    opened_at: float  # monotonic seconds, when the service heard of it
     started_at: float | None = None  # first step's start, set by the engine
+    decided_at: float | None = None  # last decision, set by the engine
     num_cached: int = 0  # tokens whose keys and values are in the cache
     chain: Chain | None = None
+    num_in_pass: int = 0  # first tokens of the chain that the step under way tests; scheduler's
     num_received: int = 0  # draft tokens, ever
-    num_tested: int = 0  # draft tokens, ever
-    num_stale: int = 0  # draft tokens reported as stale, ever
+    num_tested: int = 0  # draft tokens, ever; grown by the engine before `settle`
+    num_stale: int = 0  # draft tokens found stale, ever
+    num_preemptions: int = 0  # since the last verdict; grown by the scheduler
+    fresh_stale: Counter[str] = field(default_factory=Counter)  # since the last `take_stale`
 
     @classmethod
     def of(
@@ -103,25 +124,35 @@ class Sequence:
 
     def offer(self, p: Proposal, vocab_size: int) -> None:
         """Take in a piece of a chain; what does not continue the committed prefix is dropped."""
-        self.num_received += len(p.token_ids)
+        num = len(p.token_ids)
+        self.num_received += num
         if self.chain is None or p.chain_id > self.chain.chain_id:
+            self.kill_chain("superseded")
             self.chain = Chain(p.chain_id, end=p.base_len)
             if p.base_len > len(self.tokens):
-                self.chain.kill()
+                self.chain.kill("malformed")
         chain = self.chain
         if p.chain_id < chain.chain_id or not chain.alive:
+            self._drop(chain.cause if p.chain_id == chain.chain_id else "superseded", num)
             return
         if p.start != chain.end or not self._well_formed(p, vocab_size):
-            chain.kill()
+            self.kill_chain("malformed")
+            self._drop("malformed", num)
             return
-        chain.end += len(p.token_ids)
+        chain.end += num
         num_decided = max(0, len(self.tokens) - p.start)  # of this piece, by the target alone
-        decided = tuple(self.tokens[p.start : p.start + len(p.token_ids)])
-        if decided != p.token_ids[:num_decided]:
-            chain.kill()
+        decided = self.tokens[p.start : p.start + num]
+        num_late = _num_agreeing(decided, p.token_ids)
+        self._drop("late", num_late)
+        if num_late < len(decided):
+            self.kill_chain("diverged")
+            self._drop("diverged", num - num_late)
             return
-        dists = p.distributions or (None,) * len(p.token_ids)
-        chain.drafts += list(map(Draft, p.token_ids, dists))[num_decided:]
+        dists = p.distributions or (None,) * num
+        chain.drafts += [
+            Draft(token, dist, p.arrived_at, p.traceparent)
+            for token, dist in zip(p.token_ids, dists, strict=True)
+        ][num_decided:]
 
     def late_draft(self, run: list[Draft]) -> Draft | None:
         """The last-row rule: a token for the position after a run may have come meanwhile."""
@@ -134,23 +165,37 @@ class Sequence:
     def settle(self, emitted: list[int]) -> None:
         """Append what a step decided, and drop what it settled from the chain."""
         self.tokens += emitted
+        self.num_in_pass = 0
         if (chain := self.chain) is None:
             return
         num = min(len(chain.drafts), len(emitted))
-        if [d.token for d in chain.drafts[:num]] == emitted[:num]:
+        agrees = [d.token for d in chain.drafts[:num]] == emitted[:num]
+        if agrees:
             del chain.drafts[:num]
         else:
-            chain.kill()
+            chain.kill("diverged")
+        # Every token received is tested, waiting or stale. What is none of the three yet left
+        # untested with this step: behind a rejected one or, where all agree, without a row.
+        lost = self.num_received - self.num_tested - len(chain.drafts) - self.num_stale
+        num_late = min(lost, num) if agrees else 0
+        self._drop("late", num_late)
+        self._drop("diverged", lost - num_late)
 
-    def take_stale(self) -> int:
-        """Draft tokens that were dropped untested since the last call.
+    def kill_chain(self, cause: str) -> None:
+        """Drop what waits, but for what the step under way tests: `settle` accounts for that."""
+        if self.chain is not None:
+            self._drop(cause, len(self.chain.drafts) - self.num_in_pass)
+            self.num_in_pass = 0
+            self.chain.kill(self.chain.cause or cause)
 
-        Every token received is tested, waiting or stale.
-        """
-        waiting = len(self.chain.drafts) if self.chain else 0
-        stale = self.num_received - self.num_tested - waiting
-        fresh, self.num_stale = stale - self.num_stale, stale
-        return fresh
+    def take_stale(self) -> StaleCounts:
+        """Draft tokens that were dropped untested since the last call, by cause."""
+        fresh, self.fresh_stale = self.fresh_stale, Counter()
+        return StaleCounts(**fresh)
+
+    def _drop(self, cause: str, num: int) -> None:
+        self.num_stale += num
+        self.fresh_stale[cause] += num
 
     def _well_formed(self, p: Proposal, vocab_size: int) -> bool:
         """Whether every token can be tested; under REJECTION q is judged on all its support."""
@@ -164,6 +209,19 @@ class Sequence:
             _is_distribution(d, vocab_size) and t in d.token_ids
             for d, t in zip(p.distributions, p.token_ids, strict=True)
         )
+
+
+def cause_of(tested: list[Draft]) -> Cause:
+    """The proposals that a step consumed."""
+    if not tested:
+        return Cause(None)
+    traceparents = dict.fromkeys(d.traceparent for d in tested if d.traceparent)
+    return Cause(min(d.arrived_at for d in tested), tuple(traceparents))
+
+
+def _num_agreeing(decided: list[int], guessed: tuple[int, ...]) -> int:
+    pairs = enumerate(zip(decided, guessed, strict=False))
+    return next((i for i, (a, b) in pairs if a != b), len(decided))
 
 
 def _is_distribution(d: SparseDist, vocab_size: int) -> bool:

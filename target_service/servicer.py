@@ -12,13 +12,18 @@ from tandem.v1 import target_pb2_grpc
 from common import wire
 from common.engine.block_manager import BlockManager
 from common.engine.loader import LoadedModel, load
-from common.engine_host import EngineHost
+from common.engine_host import EngineHost, Observer
 from common.errors import TandemError, sequence_error
 from common.leases import Lease
+from common.metrics import Metrics, serve, watch_spans
+from common.sequence_log import SequenceLog
+from common.telemetry import Tracing
 from common.types import Verdict
 from target_service.config import TargetConfig
 from target_service.engine import TargetEngine
+from target_service.metrics import TargetMetrics
 from target_service.scheduler import SchedulerConfig
+from target_service.spans import TargetSpans
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
@@ -70,7 +75,7 @@ class TargetServicer(target_pb2_grpc.TargetServiceServicer):
 SERVICE_NAMES = (pb.DESCRIPTOR.services_by_name["TargetService"].full_name,)
 
 
-async def start(config: TargetConfig, server: grpc.aio.Server) -> EngineHost:
+async def start(config: TargetConfig, tracing: Tracing, server: grpc.aio.Server) -> EngineHost:
     """Load the model, add the servicer and begin stepping."""
     loaded = await asyncio.to_thread(load, config)
     engine = TargetEngine(
@@ -78,8 +83,17 @@ async def start(config: TargetConfig, server: grpc.aio.Server) -> EngineHost:
         BlockManager(loaded.num_blocks, loaded.info.block_size),
         eos_token_ids=loaded.info.eos_token_ids,
         config=SchedulerConfig(config.max_running, config.max_rows, config.max_waiting),
+        noise=loaded.noise,
     )
-    host = EngineHost(engine)
+    metrics = Metrics(config.name, config.pool)
+    watch_spans(metrics, tracing)
+    serve(config, metrics)
+    observers: list[Observer] = [
+        TargetSpans(tracing),
+        TargetMetrics(metrics.of(loaded.info.name)),
+        SequenceLog(),
+    ]
+    host = EngineHost(engine, observers)
     servicer = TargetServicer(host, loaded)
     target_pb2_grpc.add_TargetServiceServicer_to_server(servicer, server)
     host.start()

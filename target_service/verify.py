@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
+from itertools import chain
 
 import numpy as np
 import torch
@@ -29,7 +30,7 @@ class Decision:
 
     work: Work
     emitted: list[int]  # empty if the model yielded no numbers
-    num_tested: int
+    tested: list[Draft]  # in order
     num_accepted: int
 
 
@@ -59,7 +60,8 @@ def decide(plan: Many[Work], logits: Tensor, noise: Noise) -> list[Decision]:
             work.seq.num_cached += work.num_rows
     if not deciding:
         return []
-    runs = _draft_runs(deciding)
+    drafts = [[*w.run, w.seq.late_draft(w.run)] for w in deciding]
+    runs = _draft_runs(deciding, list(chain.from_iterable(drafts)))
     params = [w.seq.params for w in deciding]
     log_p = log_probs(logits, RowParams.of(params, np.diff(runs.row_start)))
     accepted = accept(log_p, runs, noise)
@@ -69,17 +71,16 @@ def decide(plan: Many[Work], logits: Tensor, noise: Noise) -> list[Decision]:
         first = int(runs.row_start[i])
         num = min(int(accepted.num_emitted[i]), num_usable[i])
         emitted: list[int] = accepted.tokens[first : first + num].tolist()
-        num_tested, num_accepted = int(accepted.num_tested[i]), int(accepted.num_accepted[i])
-        decisions.append(Decision(work, emitted, min(num_tested, num), min(num_accepted, num)))
+        tested = [d for d in drafts[i][: min(int(accepted.num_tested[i]), num)] if d]
+        num_accepted = min(int(accepted.num_accepted[i]), num)
+        decisions.append(Decision(work, emitted, tested, num_accepted))
     return decisions
 
 
-def _draft_runs(deciding: Many[Work]) -> DraftRuns:
+def _draft_runs(deciding: Many[Work], drafts: list[Draft | None]) -> DraftRuns:
+    """What is tested in each row; drafts [R], None where there is none."""
     num_rows = np.array([1 + len(w.run) for w in deciding], np.int64)
     row_start = np.concatenate([[0], np.cumsum(num_rows)])
-    drafts: list[Draft | None] = []
-    for work in deciding:
-        drafts += [*work.run, work.seq.late_draft(work.run)]
     first = np.array([len(w.seq.tokens) for w in deciding], np.int64)
     seeds = np.array([w.seq.params.seed for w in deciding], np.uint64)
     positions = np.arange(row_start[-1]) + np.repeat(first - row_start[:-1], num_rows)

@@ -118,6 +118,9 @@ class CountingDrafter:
     def has_work(self) -> bool:
         return any(s.num_wanted for s in self._seqs.values())
 
+    def num_unread(self, sid: int) -> int:
+        return 0
+
     def status(self) -> EngineStatus:
         return EngineStatus(num_running=len(self._seqs))
 

@@ -29,5 +29,8 @@ class Drafter(Protocol):
     def has_work(self) -> bool:
         """Whether a step now would draw anything."""
 
+    def num_unread(self, sid: int) -> int:
+        """Committed tokens that it has to take in before it can guess."""
+
     def status(self) -> EngineStatus:
         """How things stand."""

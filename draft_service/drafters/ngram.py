@@ -82,6 +82,10 @@ class NgramDrafter:
         """See `Drafter`."""
         return bool(self._fresh)
 
+    def num_unread(self, sid: int) -> int:
+        """See `Drafter`; they are indexed as they come."""
+        return 0
+
     def status(self) -> EngineStatus:
         """See `Drafter`."""
         return EngineStatus(num_running=len(self._entries))

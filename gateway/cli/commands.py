@@ -9,6 +9,7 @@ import sys
 import time
 from collections.abc import Iterator
 from enum import StrEnum
+from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
@@ -20,7 +21,10 @@ from common.types import Rule
 from gateway.cli import demo as demonstration
 from gateway.cli import render
 from gateway.cli.processes import LocalStack, StackError
+from gateway.cli.viewing import Viewer, parse_rounds
 from gateway.client import Client, Delta, Finished, Message, Options, Started
+from gateway.tracing import Receiver, Store
+from gateway.tracing.words import Words, from_folder, from_target
 
 app = typer.Typer(
     help="Speculative decoding split over a draft and a target service.",
@@ -28,6 +32,8 @@ app = typer.Typer(
     add_completion=False,
 )
 GATEWAY = "127.0.0.1:7070"
+OTLP = "127.0.0.1:4317"
+DEMO_PAGE = Path("build/demo-trace.html")
 
 Gateway = Annotated[str, typer.Option("--gateway", "-g", help="address of the gateway")]
 Model = Annotated[
@@ -35,6 +41,7 @@ Model = Annotated[
 ]
 Draft = Annotated[str, typer.Option(help="ngram, none, or a model to draft with")]
 Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float64")]
+Html = Annotated[Path | None, typer.Option(help="write the newest request as a page to this file")]
 
 
 class RuleName(StrEnum):
@@ -72,6 +79,10 @@ def up(
     host: Annotated[str, typer.Option(help="address the gateway listens on")] = "127.0.0.1",
     port: Annotated[int, typer.Option(help="port of the gateway; 0: a free one")] = 7070,
     lookahead: Annotated[int, typer.Option(help="how far drafts may be ahead")] = 8,
+    trace: Annotated[
+        bool, typer.Option("--trace", help="list requests as they end, for a look at their time")
+    ] = False,
+    html: Html = None,
 ) -> None:
     """Run target, draft and gateway on this machine until Ctrl-C."""
     logging.basicConfig(format="tandem: %(message)s", stream=sys.stderr)
@@ -79,13 +90,23 @@ def up(
     console = render.console()
     console.print("starting; a model may take a while to load")
     args = [f"--host={host}", f"--lookahead={lookahead}"]
-    with _told_errors(), contextlib.suppress(KeyboardInterrupt):
-        stack = LocalStack(model=model, draft=draft, dtype=dtype, port=port, gateway_args=args)
-        with stack:
-            console.print(f'serves on {stack.gateway_address}; ask it: tandem generate "Hello"')
-            while True:
-                time.sleep(0.2)
-                stack.check()
+    store = Store()
+    with _told_errors(), contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as running:
+        env: dict[str, str] = {}
+        if trace or html is not None:
+            env = running.enter_context(Receiver(store, "127.0.0.1:0")).environment
+        stack = LocalStack(
+            model=model, draft=draft, dtype=dtype, port=port, gateway_args=args, env=env
+        )
+        running.enter_context(stack)
+        console.print(f'serves on {stack.gateway_address}; ask it: tandem generate "Hello"')
+        if env:
+            assert stack.target is not None
+            words = from_target(stack.target.address)
+            Viewer(store, console, words, html).live(stack.check)
+        while True:
+            time.sleep(0.2)
+            stack.check()
 
 
 @app.command()
@@ -98,6 +119,9 @@ def generate(
         bool, typer.Option("--show-drafts", help="colour tokens by their origin")
     ] = False,
     stats: Annotated[bool, typer.Option("--stats", help="print the figures at the end")] = False,
+    explain: Annotated[
+        bool, typer.Option("--explain", help="say at the end what bounded the request")
+    ] = False,
     model: Annotated[str, typer.Option(help="model to ask; empty: the only one")] = "",
     max_tokens: Annotated[int | None, typer.Option(help="most tokens of the answer")] = None,
     temperature: Annotated[float, typer.Option(help="0: the likeliest token, always")] = 1.0,
@@ -130,6 +154,7 @@ def generate(
         lookahead=lookahead,
         speculate=speculate,
         priority=priority,
+        explain=explain,
         timeout=timeout,
     )
     turns: Any = prompt
@@ -150,7 +175,21 @@ def generate(
                 if stats and started is not None:
                     rule_name = started.rule.name.lower()
                     console.print(f"\nseed {started.seed}, {rule_name}, {started.model}")
+                    console.print(f"request {started.request_id}")
                     console.print(render.stats(event))
+                if event.explanation is not None:
+                    console.print()
+                    console.print(render.explanation(event.explanation))
+
+
+@app.command()
+def explain(
+    request_id: Annotated[str, typer.Argument(help="as `generate --stats` and the log tell it")],
+    gateway: Gateway = GATEWAY,
+) -> None:
+    """Say what bounded one of a gateway's last requests, and what would change it."""
+    with _told_errors(), Client(gateway) as client:
+        render.console().print(render.explanation(client.explain(request_id)))
 
 
 @app.command()
@@ -161,8 +200,46 @@ def status(gateway: Gateway = GATEWAY) -> None:
 
 
 @app.command()
-def demo(model: Model = "", dtype: Dtype = "auto") -> None:
+def trace(
+    listen: Annotated[str, typer.Option(help="where services send their spans")] = OTLP,
+    request: Annotated[
+        str, typer.Option(help="wait for this one and show it: an id, or `last`; empty: list all")
+    ] = "",
+    html: Html = None,
+    rounds: Annotated[str, typer.Option(help="rounds in detail, such as 20-35")] = "",
+    target: Annotated[str, typer.Option(help="a target's address, for the text of tokens")] = "",
+    tokenizer: Annotated[
+        Path | None, typer.Option(help="a folder with tokenizer.json, for the text of tokens")
+    ] = None,
+) -> None:
+    """Receive the services' traces (OTLP/gRPC) and show where requests spent their time."""
+    _stop_on_sigterm()
+    console = render.console()
+    store = Store()
+    with _told_errors(), contextlib.suppress(KeyboardInterrupt):
+        words = Words()
+        if tokenizer is not None:
+            words = from_folder(tokenizer)
+        elif target:
+            words = from_target(target)
+        viewer = Viewer(store, console, words, html, parse_rounds(rounds))
+        with Receiver(store, listen) as receiver:
+            told = f"OTEL_EXPORTER_OTLP_ENDPOINT=http://{receiver.address}"
+            console.print(Text(f"listens; services send here with {told}", "dim"))
+            if not request:
+                viewer.live()
+            found = viewer.wait_for(request)
+            assert found is not None
+            viewer.show(found)
+
+
+@app.command()
+def demo(
+    model: Model = "",
+    dtype: Dtype = "auto",
+    html: Annotated[Path, typer.Option(help="where the page of the last request goes")] = DEMO_PAGE,
+) -> None:
     """Start a stack, let a model answer with n-gram drafts, show what was accepted, stop."""
     _stop_on_sigterm()
     with _told_errors():
-        demonstration.run(model, dtype)
+        demonstration.run(model, dtype, html)

@@ -10,7 +10,7 @@ import subprocess
 import sys
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
 
@@ -29,7 +29,9 @@ class ServiceProcess:
     It hears no Ctrl-C of the terminal: whoever started it stops it.
     """
 
-    def __init__(self, module: str, args: Sequence[str]) -> None:
+    def __init__(
+        self, module: str, args: Sequence[str], env: Mapping[str, str] | None = None
+    ) -> None:
         self.name = module.removesuffix("_service")
         self.address = ""  # where it serves, once it does
         self._terminated = False
@@ -38,7 +40,7 @@ class ServiceProcess:
             [sys.executable, "-m", module, *args],
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"},
+            env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"} | dict(env or {}),
             start_new_session=True,
         )
         threading.Thread(target=self._read, daemon=True).start()
@@ -93,7 +95,8 @@ class LocalStack:
     """A target, perhaps a draft, and a gateway; a context manager.
 
     `draft` is "ngram", "none" or a model to draft with. Services take free ports, the
-    gateway takes `port`. Entering waits until the gateway serves.
+    gateway takes `port`. `env` comes on top of this process's environment. Entering waits
+    until the gateway serves.
     """
 
     def __init__(
@@ -106,10 +109,12 @@ class LocalStack:
         target_args: Sequence[str] = (),
         draft_args: Sequence[str] = (),
         gateway_args: Sequence[str] = (),
+        env: Mapping[str, str] | None = None,
         start_timeout_seconds: float = 600.0,
     ) -> None:
         cores, last_core = share_cores()
         self._timeout_seconds = start_timeout_seconds
+        self._env = env
         self._target_args = ["--port=0", f"--cores={cores}", f"--model={model}"]
         self._target_args += [f"--dtype={dtype}", *target_args]
         self._draft_args: list[str] | None = None
@@ -148,7 +153,7 @@ class LocalStack:
         self.stop()
 
     def _start(self) -> None:
-        self.target = ServiceProcess("target_service", self._target_args)
+        self.target = ServiceProcess("target_service", self._target_args, self._env)
         args = list(self._gateway_args)
         if self._draft_args is not None:
             self.start_draft()
@@ -157,7 +162,7 @@ class LocalStack:
             self._draft_port = int(address.rpartition(":")[2])
             args.append(f"--draft={address}")
         address = self.target.wait_until_serving(self._timeout_seconds)
-        self.gateway = ServiceProcess("gateway", [f"--target={address}", *args])
+        self.gateway = ServiceProcess("gateway", [f"--target={address}", *args], self._env)
         self.gateway.wait_until_serving(self._timeout_seconds)
 
     def start_draft(self) -> None:
@@ -165,7 +170,7 @@ class LocalStack:
         assert self._draft_args is not None, "this stack has no draft"
         self._draft_started_at = time.monotonic()
         self.draft = ServiceProcess(
-            "draft_service", [f"--port={self._draft_port}", *self._draft_args]
+            "draft_service", [f"--port={self._draft_port}", *self._draft_args], self._env
         )
 
     def kill_draft(self) -> None:

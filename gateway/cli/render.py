@@ -7,12 +7,17 @@ from rich.table import Table
 from rich.text import Text
 
 from common.types import TokenOrigin
-from gateway.types import Delta, Finished, GatewayStatus, PeerStatus
+from gateway.types import Delta, Explanation, Finished, GatewayStatus, PeerStatus, Severity
 
 STYLES = {
     TokenOrigin.ACCEPTED: "green",
     TokenOrigin.RECOVERED: "red",
     TokenOrigin.BONUS: "",
+}
+SEVERITY_STYLES = {
+    Severity.NOTE: "not bold",
+    Severity.LIMIT: "bold yellow",
+    Severity.FAULT: "bold red",
 }
 LEGEND = Text.assemble(
     ("accepted draft", STYLES[TokenOrigin.ACCEPTED]),
@@ -93,6 +98,23 @@ def stats(finished: Finished) -> Table:
         f" prefill {timing.prefill_seconds:.3f}, steps {timing.steps_seconds:.2f}",
     )
     return table
+
+
+def explanation(e: Explanation) -> Text:
+    """What bounded a request, and what would change it."""
+    text = Text(f"request {e.request_id}\n", style="bold")
+    for line in e.summary:
+        text.append(f"  {line}\n", style="not bold")
+    if not e.findings:
+        text.append("nothing stands out", style="not bold")
+    for i, f in enumerate(e.findings):
+        text.append("\n" if i else "")
+        text.append(f"{f.severity.name.lower()}: ", style=SEVERITY_STYLES[f.severity])
+        text.append(f"{f.what}\n", style="not bold")
+        numbers = ", ".join(f"{name} {value:.4g}" for name, value in f.numbers)
+        text.append(f"  {numbers}\n" if numbers else "", style="not bold dim")
+        text.append(f"  to change it: {f.setting}", style="not bold")
+    return text
 
 
 def status(state: GatewayStatus) -> Table:

@@ -118,7 +118,9 @@ def rows_for(num: int, rates: dict[str, list[float]], last: dict[str, Any]) -> l
         value = f"{spread(found, '.1f')} tok/s"
         if name != "transformers":
             figures = [a.finished for a in last[name]]
-            steps = [f.timing.steps_seconds / f.speculation.steps * 1e3 for f in figures]
+            # From the first decision to the last there is one pause less than decisions.
+            pauses = [max(1, f.speculation.steps - 1) for f in figures]
+            steps = [f.timing.steps_seconds / n * 1e3 for f, n in zip(figures, pauses, strict=True)]
             value += f", step {statistics.median(steps):.0f} ms"
         if name == "drafted":
             tested = sum(f.speculation.tested for f in figures)

@@ -150,7 +150,8 @@ def test_each_stream_has_its_own_ids() -> None:
         a.send(_open(1, 5))
         b.send(_open(1, 6))
         await _until(lambda: a.heard and b.heard)
-        assert (a.heard, b.heard) == ([Verdict(1, 1, 0, 0, (5,))], [Verdict(1, 1, 0, 0, (6,))])
+        said = [(v.sequence_id, v.token_ids) for v in (*a.heard, *b.heard)]
+        assert said == [(1, (5,)), (1, (6,))]
         assert len(set(_opened(engine))) == 2
         b.send(Commit(1, 1, (6,), 0))
         await _until(lambda: len(b.heard) == 2)

@@ -63,7 +63,9 @@ def _gemma2(config: Gemma2Config) -> Any:
 @cache
 def _paged(family: str) -> PagedModel:
     config = ModelConfig(num_kv_tokens=NUM_BLOCKS * BLOCK, block_size=BLOCK)
-    return build(_dense_model(family), config)[0]
+    model = build(_dense_model(family), config)[0]
+    assert isinstance(model, PagedModel)
+    return model
 
 
 @cache

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Any, TypeVar
+from dataclasses import replace
+from typing import Any, TypeVar, cast
 
 import numpy as np
 import pytest
@@ -29,6 +30,7 @@ from common.types import (
     Rule,
     SamplingParams,
     SparseDist,
+    StaleCounts,
     TokenOrigin,
     Verdict,
     VerdictTiming,
@@ -92,6 +94,8 @@ PROPOSALS = st.builds(
     start=U32,
     token_ids=IDS,
     distributions=st.lists(DISTRIBUTIONS, max_size=3).map(tuple),
+    traceparent=WORDS,
+    held_seconds=SECONDS,
 )
 ERRORS = st.builds(SequenceError, I32, WORDS, WORDS, WORDS, st.none() | SECONDS)
 VERDICTS = st.builds(
@@ -106,11 +110,15 @@ VERDICTS = st.builds(
     error=st.none() | ERRORS,
     lookahead=U32,
     step_id=U64,
-    timing=st.builds(VerdictTiming, SECONDS, SECONDS, SECONDS),
+    timing=st.builds(VerdictTiming, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS),
     num_stale=U32,
     num_cached=U32,
+    stale=st.builds(StaleCounts, U32, U32, U32, U32, U32),
+    batch_size=U32,
+    num_preemptions=U32,
+    traceparent=WORDS,
 )
-COMMITS = st.builds(Commit, U64, U32, IDS, U32)
+COMMITS = st.builds(Commit, U64, U32, IDS, U32, WORDS)
 CLOSES = st.builds(CloseSequence, U64)
 HEARTBEATS = st.builds(Heartbeat, U64, st.booleans())
 PROGRESS = st.builds(Progress, U64, U32, U32)
@@ -126,8 +134,8 @@ MODELS = st.builds(
 def plain(item: Any) -> Any:
     """Arrays as tuples, so that proposals can be compared."""
     if isinstance(item, Proposal):
-        dists = [(tuple(d.token_ids), tuple(d.probs)) for d in item.distributions]
-        return (item.sequence_id, item.chain_id, item.base_len, item.start, item.token_ids, dists)
+        dists = tuple((tuple(d.token_ids), tuple(d.probs)) for d in item.distributions)
+        return replace(item, distributions=cast(Any, dists))
     return item
 
 

@@ -32,6 +32,7 @@ from gateway.api import GatewayServicer, add_to_server
 from gateway.client import AsyncClient
 from gateway.config import GatewayConfig
 from gateway.relay import Relay
+from gateway.spans import GatewaySpans
 
 TEMPLATE = (
     "{% for m in messages %}{% if m.role == 'system' and not loop.first %}"
@@ -262,6 +263,7 @@ async def world(
     draft: FakeDraft | None = None,
     drafted: bool = False,
     draft_address: str = "",
+    spans: GatewaySpans | None = None,
     **settings: Any,
 ) -> AsyncIterator[World]:
     """A gateway with a connected target; with `drafted` also a connected draft."""
@@ -274,7 +276,7 @@ async def world(
     relay = Relay(config)
     relay.start()
     server = grpc.aio.server()
-    add_to_server(GatewayServicer(config, relay), server)
+    add_to_server(GatewayServicer(config, relay, spans), server)
     port = server.add_insecure_port("127.0.0.1:0")
     await server.start()
     try:

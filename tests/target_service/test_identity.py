@@ -60,6 +60,9 @@ class FixedDrafter:
     def has_work(self) -> bool:
         return True
 
+    def num_unread(self, sid: int) -> int:
+        return 0
+
     def status(self) -> EngineStatus:
         return EngineStatus()
 

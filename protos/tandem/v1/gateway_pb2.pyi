@@ -77,6 +77,34 @@ PEER_STATE_MISMATCHED: PeerState.ValueType  # 4
 """PEER_STATE_MISMATCHED answers, but does not fit its counterpart."""
 Global___PeerState: _TypeAlias = PeerState  # noqa: Y015
 
+class _Severity:
+    ValueType = _typing.NewType("ValueType", _builtins.int)
+    V: _TypeAlias = ValueType  # noqa: Y015
+
+class _SeverityEnumTypeWrapper(_enum_type_wrapper._EnumTypeWrapper[_Severity.ValueType], _builtins.type):
+    DESCRIPTOR: _descriptor.EnumDescriptor
+    SEVERITY_UNSPECIFIED: _Severity.ValueType  # 0
+    """SEVERITY_UNSPECIFIED is never sent."""
+    SEVERITY_NOTE: _Severity.ValueType  # 1
+    """SEVERITY_NOTE is how things are: changing it is a matter of choice."""
+    SEVERITY_LIMIT: _Severity.ValueType  # 2
+    """SEVERITY_LIMIT held the request back."""
+    SEVERITY_FAULT: _Severity.ValueType  # 3
+    """SEVERITY_FAULT is not as it should be."""
+
+class Severity(_Severity, metaclass=_SeverityEnumTypeWrapper):
+    """Severity says how grave a finding is."""
+
+SEVERITY_UNSPECIFIED: Severity.ValueType  # 0
+"""SEVERITY_UNSPECIFIED is never sent."""
+SEVERITY_NOTE: Severity.ValueType  # 1
+"""SEVERITY_NOTE is how things are: changing it is a matter of choice."""
+SEVERITY_LIMIT: Severity.ValueType  # 2
+"""SEVERITY_LIMIT held the request back."""
+SEVERITY_FAULT: Severity.ValueType  # 3
+"""SEVERITY_FAULT is not as it should be."""
+Global___Severity: _TypeAlias = Severity  # noqa: Y015
+
 @_typing.final
 class GenerationSpec(_message.Message):
     """GenerationSpec is one request for text, the same for both ways of answering."""
@@ -95,6 +123,7 @@ class GenerationSpec(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     PRIORITY_FIELD_NUMBER: _builtins.int
     OUTPUT_PREFIX_IDS_FIELD_NUMBER: _builtins.int
+    EXPLAIN_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model names a model of ListModels. Empty means the only one."""
     request_id: _builtins.str
@@ -107,6 +136,8 @@ class GenerationSpec(_message.Message):
     """n is the number of choices. 0 and 1 mean one; more is not served yet."""
     priority: _builtins.int
     """priority goes before lower ones in the queue; 0 is normal, negative is later."""
+    explain: _builtins.bool
+    """explain lets the final event say what bounded this request."""
     @_builtins.property
     def chat(self) -> Global___ChatInput:
         """chat is rendered by the model's chat template."""
@@ -150,10 +181,11 @@ class GenerationSpec(_message.Message):
         speculation: Global___SpeculationOptions | None = ...,
         priority: _builtins.int = ...,
         output_prefix_ids: _abc.Iterable[_builtins.int] | None = ...,
+        explain: _builtins.bool = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "chat", b"chat", "input", b"input", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "chat", b"chat", "input", b"input", "model", b"model", "n", b"n", "output_prefix_ids", b"output_prefix_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stop_strings", b"stop_strings", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "chat", b"chat", "explain", b"explain", "input", b"input", "model", b"model", "n", b"n", "output_prefix_ids", b"output_prefix_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stop_strings", b"stop_strings", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -537,6 +569,7 @@ class Finished(_message.Message):
     SPECULATION_FIELD_NUMBER: _builtins.int
     TIMING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
+    EXPLANATION_FIELD_NUMBER: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
     """reason says why it ended."""
     stop: _builtins.str
@@ -553,6 +586,10 @@ class Finished(_message.Message):
     def timing(self) -> Global___GenerationTiming:
         """timing says where the time went."""
 
+    @_builtins.property
+    def explanation(self) -> Global___Explanation:
+        """explanation says what bounded the request. Unset unless the request asked for it."""
+
     def __init__(
         self,
         *,
@@ -561,10 +598,11 @@ class Finished(_message.Message):
         speculation: Global___SpeculationFigures | None = ...,
         timing: Global___GenerationTiming | None = ...,
         stop: _builtins.str = ...,
+        explanation: Global___Explanation | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["speculation", b"speculation", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "speculation", b"speculation", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["reason", b"reason", "speculation", b"speculation", "stop", b"stop", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "reason", b"reason", "speculation", b"speculation", "stop", b"stop", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -663,6 +701,8 @@ class GenerationTiming(_message.Message):
     QUEUE_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     STEPS_FIELD_NUMBER: _builtins.int
+    WIRE_FIELD_NUMBER: _builtins.int
+    GATEWAY_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def total(self) -> _duration_pb2.Duration:
         """total is from the request's arrival to this event."""
@@ -681,7 +721,21 @@ class GenerationTiming(_message.Message):
 
     @_builtins.property
     def steps(self) -> _duration_pb2.Duration:
-        """steps is the sum of its steps' durations, by the target's clock."""
+        """steps is how long it took from its first decision to sending its last, by the target's
+        clock.
+        """
+
+    @_builtins.property
+    def wire(self) -> _duration_pb2.Duration:
+        """wire is the time from sending it to the target to the last verdict, less what the target
+        held it.
+        """
+
+    @_builtins.property
+    def gateway(self) -> _duration_pb2.Duration:
+        """gateway is the time before it was sent to the target, and from its last verdict to this
+        event.
+        """
 
     def __init__(
         self,
@@ -691,10 +745,12 @@ class GenerationTiming(_message.Message):
         queue: _duration_pb2.Duration | None = ...,
         prefill: _duration_pb2.Duration | None = ...,
         steps: _duration_pb2.Duration | None = ...,
+        wire: _duration_pb2.Duration | None = ...,
+        gateway: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill", "queue", b"queue", "steps", b"steps", "time_to_first_token", b"time_to_first_token", "total", b"total"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway", "prefill", b"prefill", "queue", b"queue", "steps", b"steps", "time_to_first_token", b"time_to_first_token", "total", b"total", "wire", b"wire"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill", "queue", b"queue", "steps", b"steps", "time_to_first_token", b"time_to_first_token", "total", b"total"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["gateway", b"gateway", "prefill", b"prefill", "queue", b"queue", "steps", b"steps", "time_to_first_token", b"time_to_first_token", "total", b"total", "wire", b"wire"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -845,3 +901,149 @@ class ListModelsResponse(_message.Message):
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___ListModelsResponse: _TypeAlias = ListModelsResponse  # noqa: Y015
+
+@_typing.final
+class ExplainRequest(_message.Message):
+    """ExplainRequest names a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """request_id is the one told by Started. The gateway remembers its last 1,000 requests."""
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["request_id", b"request_id"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainRequest: _TypeAlias = ExplainRequest  # noqa: Y015
+
+@_typing.final
+class ExplainResponse(_message.Message):
+    """ExplainResponse says what bounded a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    EXPLANATION_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def explanation(self) -> Global___Explanation:
+        """explanation is the same that the final event can carry."""
+
+    def __init__(
+        self,
+        *,
+        explanation: Global___Explanation | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___ExplainResponse: _TypeAlias = ExplainResponse  # noqa: Y015
+
+@_typing.final
+class Explanation(_message.Message):
+    """Explanation says in words and numbers what bounded a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    REQUEST_ID_FIELD_NUMBER: _builtins.int
+    SUMMARY_FIELD_NUMBER: _builtins.int
+    FINDINGS_FIELD_NUMBER: _builtins.int
+    request_id: _builtins.str
+    """request_id names the request."""
+    @_builtins.property
+    def summary(self) -> _containers.RepeatedScalarFieldContainer[_builtins.str]:
+        """summary is a line for each thing worth knowing of any request."""
+
+    @_builtins.property
+    def findings(self) -> _containers.RepeatedCompositeFieldContainer[Global___Finding]:
+        """findings are what bounded it, the gravest first. Empty means that nothing stands out."""
+
+    def __init__(
+        self,
+        *,
+        request_id: _builtins.str = ...,
+        summary: _abc.Iterable[_builtins.str] | None = ...,
+        findings: _abc.Iterable[Global___Finding] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["findings", b"findings", "request_id", b"request_id", "summary", b"summary"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Explanation: _TypeAlias = Explanation  # noqa: Y015
+
+@_typing.final
+class Finding(_message.Message):
+    """Finding is one thing that bounded a request."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    KIND_FIELD_NUMBER: _builtins.int
+    SEVERITY_FIELD_NUMBER: _builtins.int
+    WHAT_FIELD_NUMBER: _builtins.int
+    NUMBERS_FIELD_NUMBER: _builtins.int
+    SETTING_FIELD_NUMBER: _builtins.int
+    kind: _builtins.str
+    """kind is a constant in lower_snake_case for programs."""
+    severity: Global___Severity.ValueType
+    """severity says how grave it is."""
+    what: _builtins.str
+    """what says it in words."""
+    setting: _builtins.str
+    """setting is what would change it."""
+    @_builtins.property
+    def numbers(self) -> _containers.RepeatedCompositeFieldContainer[Global___Figure]:
+        """numbers are what it was concluded from."""
+
+    def __init__(
+        self,
+        *,
+        kind: _builtins.str = ...,
+        severity: Global___Severity.ValueType = ...,
+        what: _builtins.str = ...,
+        numbers: _abc.Iterable[Global___Figure] | None = ...,
+        setting: _builtins.str = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["kind", b"kind", "numbers", b"numbers", "setting", b"setting", "severity", b"severity", "what", b"what"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Finding: _TypeAlias = Finding  # noqa: Y015
+
+@_typing.final
+class Figure(_message.Message):
+    """Figure is a number and its name."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    NAME_FIELD_NUMBER: _builtins.int
+    VALUE_FIELD_NUMBER: _builtins.int
+    name: _builtins.str
+    """name is in lower_snake_case, with its unit."""
+    value: _builtins.float
+    """value is the number."""
+    def __init__(
+        self,
+        *,
+        name: _builtins.str = ...,
+        value: _builtins.float = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["name", b"name", "value", b"value"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Figure: _TypeAlias = Figure  # noqa: Y015

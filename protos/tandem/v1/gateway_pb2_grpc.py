@@ -55,6 +55,11 @@ class GatewayServiceStub:
                 request_serializer=tandem_dot_v1_dot_gateway__pb2.ListModelsRequest.SerializeToString,
                 response_deserializer=tandem_dot_v1_dot_gateway__pb2.ListModelsResponse.FromString,
                 _registered_method=True)
+        self.Explain = channel.unary_unary(
+                '/tandem.v1.GatewayService/Explain',
+                request_serializer=tandem_dot_v1_dot_gateway__pb2.ExplainRequest.SerializeToString,
+                response_deserializer=tandem_dot_v1_dot_gateway__pb2.ExplainResponse.FromString,
+                _registered_method=True)
 
 
 class GatewayServiceServicer:
@@ -89,6 +94,13 @@ class GatewayServiceServicer:
         context.set_details('Method not implemented!')
         raise NotImplementedError('Method not implemented!')
 
+    def Explain(self, request, context):
+        """Explain says what bounded one of the last requests.
+        """
+        context.set_code(grpc.StatusCode.UNIMPLEMENTED)
+        context.set_details('Method not implemented!')
+        raise NotImplementedError('Method not implemented!')
+
 
 def add_GatewayServiceServicer_to_server(servicer, server):
     rpc_method_handlers = {
@@ -111,6 +123,11 @@ def add_GatewayServiceServicer_to_server(servicer, server):
                     servicer.ListModels,
                     request_deserializer=tandem_dot_v1_dot_gateway__pb2.ListModelsRequest.FromString,
                     response_serializer=tandem_dot_v1_dot_gateway__pb2.ListModelsResponse.SerializeToString,
+            ),
+            'Explain': grpc.unary_unary_rpc_method_handler(
+                    servicer.Explain,
+                    request_deserializer=tandem_dot_v1_dot_gateway__pb2.ExplainRequest.FromString,
+                    response_serializer=tandem_dot_v1_dot_gateway__pb2.ExplainResponse.SerializeToString,
             ),
     }
     generic_handler = grpc.method_handlers_generic_handler(
@@ -222,6 +239,33 @@ class GatewayService:
             '/tandem.v1.GatewayService/ListModels',
             tandem_dot_v1_dot_gateway__pb2.ListModelsRequest.SerializeToString,
             tandem_dot_v1_dot_gateway__pb2.ListModelsResponse.FromString,
+            options,
+            channel_credentials,
+            insecure,
+            call_credentials,
+            compression,
+            wait_for_ready,
+            timeout,
+            metadata,
+            _registered_method=True)
+
+    @staticmethod
+    def Explain(request,
+            target,
+            options=(),
+            channel_credentials=None,
+            call_credentials=None,
+            insecure=False,
+            compression=None,
+            wait_for_ready=None,
+            timeout=None,
+            metadata=None):
+        return grpc.experimental.unary_unary(
+            request,
+            target,
+            '/tandem.v1.GatewayService/Explain',
+            tandem_dot_v1_dot_gateway__pb2.ExplainRequest.SerializeToString,
+            tandem_dot_v1_dot_gateway__pb2.ExplainResponse.FromString,
             options,
             channel_credentials,
             insecure,

@@ -41,6 +41,8 @@ class GatewayServiceStub:
     """GetStatus tells of the gateway and of its peers."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]
     """ListModels lists what can be asked for."""
+    Explain: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ExplainRequest, _gateway_pb2.ExplainResponse]
+    """Explain says what bounded one of the last requests."""
 
 @_typing.type_check_only
 class GatewayServiceAsyncStub(GatewayServiceStub):
@@ -55,6 +57,8 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     """GetStatus tells of the gateway and of its peers."""
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]  # type: ignore[assignment]
     """ListModels lists what can be asked for."""
+    Explain: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ExplainRequest, _gateway_pb2.ExplainResponse]  # type: ignore[assignment]
+    """Explain says what bounded one of the last requests."""
 
 class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
     """GatewayService is what clients call."""
@@ -90,5 +94,13 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         context: _ServicerContext,
     ) -> _typing.Union[_gateway_pb2.ListModelsResponse, _abc.Awaitable[_gateway_pb2.ListModelsResponse]]:
         """ListModels lists what can be asked for."""
+
+    @_abc_1.abstractmethod
+    def Explain(
+        self,
+        request: _gateway_pb2.ExplainRequest,
+        context: _ServicerContext,
+    ) -> _typing.Union[_gateway_pb2.ExplainResponse, _abc.Awaitable[_gateway_pb2.ExplainResponse]]:
+        """Explain says what bounded one of the last requests."""
 
 def add_GatewayServiceServicer_to_server(servicer: GatewayServiceServicer, server: _typing.Union[_grpc.Server, _aio.Server]) -> None: ...

@@ -383,12 +383,18 @@ class Proposal(_message.Message):
     START_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     DISTRIBUTIONS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """sequence_id names the sequence; an unknown one is ignored and counted."""
     base_len: _builtins.int
     """base_len is the committed length that the chain starts from."""
     start: _builtins.int
     """start is the absolute position of the first of token_ids."""
+    traceparent: _builtins.str
+    """traceparent is the W3C trace context of the draft's span for this chain. Empty means
+    untraced.
+    """
     @_builtins.property
     def chain_id(self) -> Global___ChainId:
         """chain_id names the chain that these tokens continue or begin."""
@@ -403,6 +409,12 @@ class Proposal(_message.Message):
         the guess was deterministic: q is one-hot.
         """
 
+    @_builtins.property
+    def held(self) -> _duration_pb2.Duration:
+        """held is how long the draft held what caused this proposal, from the arrival of its
+        latest commit or of its open to sending, by the draft's clock.
+        """
+
     def __init__(
         self,
         *,
@@ -412,10 +424,12 @@ class Proposal(_message.Message):
         start: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         distributions: _abc.Iterable[Global___SparseDistribution] | None = ...,
+        traceparent: _builtins.str = ...,
+        held: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["chain_id", b"chain_id"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["chain_id", b"chain_id", "held", b"held"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "chain_id", b"chain_id", "distributions", b"distributions", "sequence_id", b"sequence_id", "start", b"start", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["base_len", b"base_len", "chain_id", b"chain_id", "distributions", b"distributions", "held", b"held", "sequence_id", b"sequence_id", "start", b"start", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -431,12 +445,15 @@ class Commit(_message.Message):
     COMMITTED_LEN_FIELD_NUMBER: _builtins.int
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     LOOKAHEAD_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """sequence_id names the sequence; an unknown one is ignored and counted."""
     committed_len: _builtins.int
     """committed_len is the committed length before token_ids."""
     lookahead: _builtins.int
     """lookahead replaces the lookahead given at open."""
+    traceparent: _builtins.str
+    """traceparent is the verdict's. Empty means untraced."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """token_ids are the decided tokens, in order."""
@@ -448,10 +465,11 @@ class Commit(_message.Message):
         committed_len: _builtins.int = ...,
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         lookahead: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_len", b"committed_len", "lookahead", b"lookahead", "sequence_id", b"sequence_id", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_len", b"committed_len", "lookahead", b"lookahead", "sequence_id", b"sequence_id", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -506,17 +524,33 @@ class VerdictTiming(_message.Message):
     QUEUE_FIELD_NUMBER: _builtins.int
     PREFILL_FIELD_NUMBER: _builtins.int
     STEP_FIELD_NUMBER: _builtins.int
+    HELD_FIELD_NUMBER: _builtins.int
+    TOLD_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
-        """queue is how long the sequence waited before its first step; set on its first verdict."""
+        """queue is how long the sequence waited from its arrival to its first step; set on its
+        first verdict.
+        """
 
     @_builtins.property
     def prefill(self) -> _duration_pb2.Duration:
-        """prefill is how long the prompt took from its first step; set on its first verdict."""
+        """prefill is how long it took from its first step to its first decision; set on its first
+        verdict.
+        """
 
     @_builtins.property
     def step(self) -> _duration_pb2.Duration:
-        """step is how long the deciding step took."""
+        """step is how long it took from the sequence's last decision to this one; 0 on its first
+        verdict.
+        """
+
+    @_builtins.property
+    def held(self) -> _duration_pb2.Duration:
+        """held is how long the target held the sequence, from its arrival to sending this verdict."""
+
+    @_builtins.property
+    def told(self) -> _duration_pb2.Duration:
+        """told is how long it took from this decision to sending it."""
 
     def __init__(
         self,
@@ -524,10 +558,12 @@ class VerdictTiming(_message.Message):
         queue: _duration_pb2.Duration | None = ...,
         prefill: _duration_pb2.Duration | None = ...,
         step: _duration_pb2.Duration | None = ...,
+        held: _duration_pb2.Duration | None = ...,
+        told: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill", "queue", b"queue", "step", b"step"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "prefill", b"prefill", "queue", b"queue", "step", b"step", "told", b"told"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["prefill", b"prefill", "queue", b"queue", "step", b"step"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "prefill", b"prefill", "queue", b"queue", "step", b"step", "told", b"told"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -552,6 +588,10 @@ class Verdict(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     NUM_STALE_FIELD_NUMBER: _builtins.int
     NUM_CACHED_FIELD_NUMBER: _builtins.int
+    STALE_FIELD_NUMBER: _builtins.int
+    BATCH_SIZE_FIELD_NUMBER: _builtins.int
+    NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    TRACEPARENT_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """sequence_id names the sequence."""
     committed_len: _builtins.int
@@ -570,6 +610,14 @@ class Verdict(_message.Message):
     """num_stale is how many draft tokens were dropped untested since the last verdict."""
     num_cached: _builtins.int
     """num_cached is how much of the prompt came from the prefix cache; set on the first verdict."""
+    batch_size: _builtins.int
+    """batch_size is how many sequences took part in this step. 0 means an older target."""
+    num_preemptions: _builtins.int
+    """num_preemptions is how often this sequence's blocks were taken back since the last verdict."""
+    traceparent: _builtins.str
+    """traceparent is the W3C trace context of the target's span for this verdict. Empty means
+    untraced.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """token_ids are committed by this step."""
@@ -585,6 +633,10 @@ class Verdict(_message.Message):
     @_builtins.property
     def timing(self) -> Global___VerdictTiming:
         """timing is measured by the target."""
+
+    @_builtins.property
+    def stale(self) -> Global___StaleCounts:
+        """stale divides num_stale by cause. Unset means that there were none."""
 
     def __init__(
         self,
@@ -602,14 +654,56 @@ class Verdict(_message.Message):
         timing: Global___VerdictTiming | None = ...,
         num_stale: _builtins.int = ...,
         num_cached: _builtins.int = ...,
+        stale: Global___StaleCounts | None = ...,
+        batch_size: _builtins.int = ...,
+        num_preemptions: _builtins.int = ...,
+        traceparent: _builtins.str = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "timing", b"timing"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "stale", b"stale", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["committed_len", b"committed_len", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "lookahead", b"lookahead", "num_accepted", b"num_accepted", "num_cached", b"num_cached", "num_stale", b"num_stale", "num_tested", b"num_tested", "sequence_id", b"sequence_id", "step_id", b"step_id", "timing", b"timing", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "committed_len", b"committed_len", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "lookahead", b"lookahead", "num_accepted", b"num_accepted", "num_cached", b"num_cached", "num_preemptions", b"num_preemptions", "num_stale", b"num_stale", "num_tested", b"num_tested", "sequence_id", b"sequence_id", "stale", b"stale", "step_id", b"step_id", "timing", b"timing", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
+
+@_typing.final
+class StaleCounts(_message.Message):
+    """StaleCounts divides draft tokens that were dropped untested by cause."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    LATE_FIELD_NUMBER: _builtins.int
+    DIVERGED_FIELD_NUMBER: _builtins.int
+    SUPERSEDED_FIELD_NUMBER: _builtins.int
+    MALFORMED_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    late: _builtins.int
+    """late counts tokens whose position was decided, as they guessed, before they could be tested."""
+    diverged: _builtins.int
+    """diverged counts tokens that differ from what was decided, or follow one that does."""
+    superseded: _builtins.int
+    """superseded counts tokens of a chain that a newer one had replaced."""
+    malformed: _builtins.int
+    """malformed counts tokens of a chain with a gap, an unknown token or no distribution."""
+    finished: _builtins.int
+    """finished counts tokens that waited when the sequence ended."""
+    def __init__(
+        self,
+        *,
+        late: _builtins.int = ...,
+        diverged: _builtins.int = ...,
+        superseded: _builtins.int = ...,
+        malformed: _builtins.int = ...,
+        finished: _builtins.int = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["diverged", b"diverged", "finished", b"finished", "late", b"late", "malformed", b"malformed", "superseded", b"superseded"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___StaleCounts: _TypeAlias = StaleCounts  # noqa: Y015
 
 @_typing.final
 class Progress(_message.Message):
