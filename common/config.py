@@ -9,11 +9,15 @@ from __future__ import annotations
 import argparse
 import dataclasses
 import os
+import re
 import sys
 from dataclasses import dataclass, field
 from typing import Any, TypeVar, get_type_hints
 
+from common.errors import ConfigurationError
+
 C = TypeVar("C", bound="ServiceConfig")
+MAX_PORT = 65535
 
 
 def flag(default: Any, text: str, **options: Any) -> Any:
@@ -64,6 +68,19 @@ class ModelConfig:
     cache_dir: str = flag("~/.cache/tandem", "where converted models are kept")
 
 
+def check_address(address: str, field: str) -> str:
+    """The address if it is HOST:PORT; raises `ConfigurationError` naming the field if not."""
+    if "://" in address:
+        scheme = address.partition("://")[0]
+        raise ConfigurationError(
+            f'is "{address}", must be HOST:PORT without {scheme}://', field=field
+        )
+    found = re.fullmatch(r"(?:[^\s:/\[\]]+|\[[^\s/\[\]]+\]):(\d{1,5})", address)  # [::1]:7070 too
+    if found is None or not 1 <= int(found[1]) <= MAX_PORT:
+        raise ConfigurationError(f'is "{address}", must be HOST:PORT', field=field)
+    return address
+
+
 def prepare_process(cores: str, threads: int = 0) -> None:
     """Bind to cores and set up OpenMP; to be called before torch is imported.
 
@@ -76,7 +93,7 @@ def prepare_process(cores: str, threads: int = 0) -> None:
 
 
 def parse(kind: type[C], argv: list[str] | None = None) -> C:
-    """The configuration that a command line asks for; exits with usage if it is wrong."""
+    """The configuration that a command line asks for; exits with the reason if it is wrong."""
     parser = argparse.ArgumentParser(
         prog=f"python -m {kind.__module__.split('.')[0]}",
         description=kind.__doc__,
@@ -93,8 +110,19 @@ def parse(kind: type[C], argv: list[str] | None = None) -> C:
                 name, action=argparse.BooleanOptionalAction, default=f.default, **options
             )
         else:
-            parser.add_argument(name, type=types[f.name], default=f.default, **options)
-    return kind(**vars(parser.parse_args(argv)))
+            read = _port if f.name.endswith("port") else types[f.name]
+            parser.add_argument(name, type=read, default=f.default, **options)
+    values = vars(parser.parse_args(argv))
+    try:
+        return kind(**values)
+    except ConfigurationError as error:
+        sys.exit(f"tandem {kind.name}: {error}")
+
+
+def _port(text: str) -> int:
+    if not text.isdecimal() or int(text) > MAX_PORT:
+        raise argparse.ArgumentTypeError(f"is {text}, must be 0 to {MAX_PORT}")
+    return int(text)
 
 
 def pin_to_cores(cores: str) -> int:
@@ -112,6 +140,8 @@ def pin_to_cores(cores: str) -> int:
             first, _, last = part.partition("-")
             chosen.update(range(int(first), int(last or first) + 1))
         os.sched_setaffinity(0, chosen)
+        if missing := chosen - os.sched_getaffinity(0):  # the kernel takes what is there
+            raise ValueError(f"no core {min(missing)} for this process")
     except (ValueError, OSError) as error:
         sys.exit(f"--cores: {cores!r} does not name cores of this machine, such as 0-1 ({error})")
     return len(chosen)

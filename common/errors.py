@@ -155,6 +155,15 @@ def error_from_rpc(error: grpc.RpcError) -> TandemError:
     return error_for(code.value[0], message, field, retry)
 
 
+def connection_failure(details: str) -> str:
+    """Why there is no connection, out of gRPC's long words for it; others stay as they are."""
+    if "errors resolving" in details:
+        return "the name can't be resolved"
+    if "failed to connect" in details.lower():
+        return details.rpartition(": ")[2].lower()
+    return details
+
+
 def status_details(error: TandemError) -> tuple[tuple[str, bytes], ...]:
     """Trailing metadata that tells a program what str(error) tells a person (AIP-193)."""
     details = [error_details_pb2.ErrorInfo(reason=error.reason, domain="tandem.v1")]

@@ -17,7 +17,7 @@ from grpc_reflection.v1alpha import reflection
 
 from common import logs
 from common.config import ServiceConfig
-from common.errors import ConfigurationError
+from common.errors import ConfigurationError, UnavailableError, status_details
 from common.telemetry import Tracing
 
 log = logging.getLogger(__name__)
@@ -62,7 +62,7 @@ class Running(Protocol):
 
 
 Start = Callable[[grpc.aio.Server], Awaitable[Running]]
-"""Loads, warms up and adds servicers to the server; raises `ConfigurationError` if it can't."""
+"""Loads, warms up, adds servicers to the running server; raises `ConfigurationError` if not."""
 
 
 def run(
@@ -91,12 +91,17 @@ async def _serve(
     for number in (signal.SIGTERM, signal.SIGINT):
         loop.add_signal_handler(number, told_to_stop.set)
     told: asyncio.Future[Any] = loop.create_task(told_to_stop.wait())
-    server = grpc.aio.server(options=_SERVER_OPTIONS)
+    gate = _Gate(config.name)
+    server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[gate])
     port = _bind(server, config)
     healthy = health.aio.HealthServicer()
     health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
     names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
+    watched = ("", "live", "ready", *service_names)
+    await _set_health(healthy, watched, serving=False)
+    await _set_health(healthy, ["live"], serving=True)
+    await server.start()
     began = time.monotonic()
     starting: asyncio.Future[Running] = asyncio.ensure_future(start(server))
     await asyncio.wait([starting, told], return_when=asyncio.FIRST_COMPLETED)
@@ -104,8 +109,7 @@ async def _serve(
         log.info("told to stop while starting")
         os._exit(0)  # a thread that loads a model can't be interrupted
     running = starting.result()
-    await server.start()
-    watched = ("", "live", "ready", *service_names)
+    gate.open = True
     await _set_health(healthy, watched, serving=True)
     # Whoever started us may read the port from this line.
     print(  # noqa: T201
@@ -134,6 +138,28 @@ async def _serve(
     await server.stop(grace=1.0)
     await asyncio.to_thread(tracing.shutdown, FLUSH_SECONDS)
     log.info("stopped")
+
+
+class _Gate(grpc.aio.ServerInterceptor):
+    """Lets health and reflection through from the first moment, the rest once it is open."""
+
+    def __init__(self, name: str) -> None:
+        self.open = False  # set once the service has started
+        self._name = name
+
+    async def intercept_service(
+        self,
+        continuation: Callable[[grpc.HandlerCallDetails], Awaitable[Any]],
+        handler_call_details: grpc.HandlerCallDetails,
+    ) -> Any:
+        """The RPC's handler, or one that says to come back later."""
+        if self.open or handler_call_details.method.startswith("/grpc."):
+            return await continuation(handler_call_details)
+        return grpc.stream_stream_rpc_method_handler(self._not_yet)
+
+    async def _not_yet(self, _: Any, context: Any) -> None:
+        error = UnavailableError(f"the {self._name} is starting", retry_after_seconds=1.0)
+        await context.abort(error.code, str(error), status_details(error))
 
 
 def _bind(server: grpc.aio.Server, config: ServiceConfig) -> int:

@@ -69,6 +69,11 @@ class Tokenizer:
         pairs = sorted((token_id, token) for token, token_id in vocab.items())
         return hashlib.sha256(json.dumps(pairs).encode()).hexdigest()[:32]
 
+    @property
+    def num_ids(self) -> int:
+        """How many token ids there are, added ones included."""
+        return self._backend.get_vocab_size(with_added_tokens=True)
+
     @cached_property
     def ids_held(self) -> frozenset[int]:
         """Ids whose text is open until another one follows.

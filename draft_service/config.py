@@ -5,6 +5,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.config import ModelConfig, ServiceConfig, flag
+from common.errors import ConfigurationError
 
 
 @dataclass(frozen=True)
@@ -23,3 +24,7 @@ class DraftConfig(ModelConfig, ServiceConfig):
     min_ngram: int = flag(2, "shortest run of tokens that the n-gram drafter looks up")
     max_rows: int = flag(512, "rows of one step of the model drafter")
     support: int = flag(32, "tokens in q under the rejection rule")
+
+    def __post_init__(self) -> None:
+        if self.model and self.drafter != "model":
+            raise ConfigurationError("needs --drafter model", field="--model")

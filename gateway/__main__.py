@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 import os
-import sys
 
 import grpc
 
 from common import telemetry
 from common.config import parse, pin_to_cores
-from common.errors import ConfigurationError
 from common.metrics import serve, watch_spans
 from common.service import run
 from gateway.api import SERVICE_NAME, GatewayServicer, add_to_server
@@ -24,10 +22,7 @@ def main() -> None:
     It serves once a target has connected, however long that loads. From then on it stays
     ready: without a target it answers UNAVAILABLE.
     """
-    try:
-        config = parse(GatewayConfig)
-    except ConfigurationError as error:
-        sys.exit(f"tandem gateway: {error}")
+    config = parse(GatewayConfig)
     pin_to_cores(config.cores)
     tracing = telemetry.from_environment(config.name, os.environ)
 

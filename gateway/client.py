@@ -12,19 +12,22 @@ Every failure is a `TandemError` of `common.errors`.
 
 from __future__ import annotations
 
-from collections.abc import AsyncGenerator, Generator, Sequence
-from dataclasses import dataclass, replace
+import re
+from collections.abc import AsyncGenerator, Generator
+from dataclasses import replace
 from types import TracebackType
-from typing import Any, Self, cast
+from typing import Any, Self
 
 import grpc
 from tandem.v1 import gateway_pb2 as pb
-from tandem.v1 import gateway_pb2_grpc, types_pb2
+from tandem.v1 import gateway_pb2_grpc
 
-from common.errors import error_from_rpc
+from common.config import check_address
+from common.errors import TandemError, TimedOutError, UnavailableError, error_from_rpc
 from common.service import CHANNEL_OPTIONS
-from common.types import ModelInfo, Rule, Tokens
-from common.wire import model_from_pb, rule_to_pb
+from common.types import ModelInfo, Rule
+from common.wire import model_from_pb
+from gateway.asking import Options, Prompt, beside, spec_to_pb
 from gateway.types import (
     Delta,
     Event,
@@ -58,76 +61,24 @@ __all__ = [
     "Started",
 ]
 
-Prompt = str | Sequence[Message] | Sequence[int]
-"""Text to continue, a conversation to answer, or token ids to continue."""
+_NO_CONNECTION = re.compile("failed to connect|errors resolving|connections to all backends")
 
 
-@dataclass(frozen=True, slots=True)
-class Options:
-    """How to generate; None leaves the choice to the gateway."""
-
-    model: str = ""  # empty: the only one
-    max_tokens: int | None = None
-    temperature: float = 1.0
-    top_k: int = 0  # 0: all
-    top_p: float = 1.0
-    min_p: float = 0.0
-    stop: Sequence[str] = ()  # the text ends before the first of them
-    stop_token_ids: Tokens = ()
-    seed: int | None = None  # reproduces a text under the coupled rule
-    ignore_eos: bool = False
-    rule: Rule | None = None
-    lookahead: int | None = None  # how far drafts may be ahead
-    speculate: bool = True
-    priority: int = 0
-    request_id: str = ""
-    explain: bool = False  # the last event then says what bounded the request
-    timeout: float | None = None  # seconds
-    traceparent: str = ""  # W3C trace context of the caller; its sampled flag decides
-
-
-def _spec(prompt: Prompt, options: Options) -> pb.GenerationSpec:
-    spec = pb.GenerationSpec(
-        model=options.model,
-        request_id=options.request_id,
-        stop_strings=[options.stop] if isinstance(options.stop, str) else options.stop,
-        seed=options.seed,
-        priority=options.priority,
-        explain=options.explain,
-        speculation=pb.SpeculationOptions(
-            disabled=not options.speculate,
-            rule=rule_to_pb(options.rule) if options.rule else types_pb2.RULE_UNSPECIFIED,
-            max_lookahead=options.lookahead,
-        ),
-    )
-    sampling = spec.sampling
-    sampling.temperature = options.temperature
-    sampling.top_k = options.top_k
-    sampling.top_p = options.top_p
-    sampling.min_p = options.min_p
-    sampling.max_tokens = options.max_tokens or 0
-    sampling.stop_token_ids.extend(options.stop_token_ids)
-    sampling.ignore_eos = options.ignore_eos
-    if isinstance(prompt, str):
-        spec.text = prompt
-    elif prompt and isinstance(prompt[0], Message):
-        turns = cast("Sequence[Message]", prompt)
-        spec.chat.messages.extend(pb.ChatMessage(role=m.role, content=m.content) for m in turns)
-    else:
-        spec.tokens.token_ids.extend(cast("Sequence[int]", prompt))
-    return spec
-
-
-def _call(options: Options) -> dict[str, Any]:
-    """What goes beside the message."""
-    metadata = (("traceparent", options.traceparent),) if options.traceparent else None
-    return {"timeout": options.timeout, "metadata": metadata}
+def _told(error: grpc.RpcError, address: str, timeout: float | None = None) -> TandemError:
+    """The exception behind a failed call, in the words of someone who asked this gateway."""
+    told = error_from_rpc(error)
+    if isinstance(told, TimedOutError) and timeout is not None:
+        return TimedOutError(f"gave up after {timeout:g} s")
+    if isinstance(told, UnavailableError) and _NO_CONNECTION.search(told.message):
+        return UnavailableError(f'no gateway at {address}; start one with "tandem up"')
+    return told
 
 
 class Client:
     """A sync client; a context manager."""
 
     def __init__(self, address: str) -> None:
+        self._address = check_address(address, "address")
         self._channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
@@ -151,42 +102,43 @@ class Client:
     ) -> Generation:
         """A whole text; overrides are fields of `Options`."""
         options = replace(options or Options(), **overrides)
-        request = pb.GenerateRequest(spec=_spec(prompt, options))
+        request = pb.GenerateRequest(spec=spec_to_pb(prompt, options))
         try:
-            return generation_from_pb(self._stub.Generate(request, **_call(options)))
+            return generation_from_pb(self._stub.Generate(request, **beside(options)))
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            raise _told(error, self._address, options.timeout) from None
 
     def stream(
         self, prompt: Prompt, options: Options | None = None, **overrides: Any
     ) -> Generator[Event, None, None]:
         """Started, then deltas and progress, then Finished; closing it cancels the request."""
         options = replace(options or Options(), **overrides)
-        request = pb.StreamGenerateRequest(spec=_spec(prompt, options))
-        call = self._stub.StreamGenerate(request, **_call(options))
+        request = pb.StreamGenerateRequest(spec=spec_to_pb(prompt, options))
+        call = self._stub.StreamGenerate(request, **beside(options))
         try:
             for response in call:
                 event = event_from_pb(response)
                 if event is not None:
                     yield event
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            raise _told(error, self._address, options.timeout) from None
         finally:
             call.cancel()
 
-    def status(self) -> GatewayStatus:
-        """The gateway and its peers."""
+    def status(self, timeout: float | None = None) -> GatewayStatus:
+        """The gateway and its peers; the timeout is in seconds."""
         try:
-            return gateway_status_from_pb(self._stub.GetStatus(pb.GetStatusRequest()))
+            response = self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout)
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            raise _told(error, self._address, timeout) from None
+        return gateway_status_from_pb(response)
 
     def explain(self, request_id: str) -> Explanation:
         """What bounded one of the gateway's last requests."""
         try:
             response = self._stub.Explain(pb.ExplainRequest(request_id=request_id))
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            raise _told(error, self._address) from None
         return explanation_from_pb(response.explanation)
 
     def models(self) -> tuple[ModelInfo, ...]:
@@ -194,7 +146,7 @@ class Client:
         try:
             response = self._stub.ListModels(pb.ListModelsRequest())
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            raise _told(error, self._address) from None
         return tuple(map(model_from_pb, response.models))
 
 
@@ -202,6 +154,7 @@ class AsyncClient:
     """An async client; an async context manager. Belongs to the loop that it is made in."""
 
     def __init__(self, address: str) -> None:
+        self._address = check_address(address, "address")
         self._channel = grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
@@ -225,42 +178,43 @@ class AsyncClient:
     ) -> Generation:
         """A whole text; overrides are fields of `Options`."""
         options = replace(options or Options(), **overrides)
-        request = pb.GenerateRequest(spec=_spec(prompt, options))
+        request = pb.GenerateRequest(spec=spec_to_pb(prompt, options))
         try:
-            return generation_from_pb(await self._stub.Generate(request, **_call(options)))
+            return generation_from_pb(await self._stub.Generate(request, **beside(options)))
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            raise _told(error, self._address, options.timeout) from None
 
     async def stream(
         self, prompt: Prompt, options: Options | None = None, **overrides: Any
     ) -> AsyncGenerator[Event, None]:
         """Started, then deltas and progress, then Finished; closing it cancels the request."""
         options = replace(options or Options(), **overrides)
-        request = pb.StreamGenerateRequest(spec=_spec(prompt, options))
-        call = self._stub.StreamGenerate(request, **_call(options))
+        request = pb.StreamGenerateRequest(spec=spec_to_pb(prompt, options))
+        call = self._stub.StreamGenerate(request, **beside(options))
         try:
             async for response in call:
                 event = event_from_pb(response)
                 if event is not None:
                     yield event
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            raise _told(error, self._address, options.timeout) from None
         finally:
             call.cancel()
 
-    async def status(self) -> GatewayStatus:
-        """The gateway and its peers."""
+    async def status(self, timeout: float | None = None) -> GatewayStatus:
+        """The gateway and its peers; the timeout is in seconds."""
         try:
-            return gateway_status_from_pb(await self._stub.GetStatus(pb.GetStatusRequest()))
+            response = await self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout)
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            raise _told(error, self._address, timeout) from None
+        return gateway_status_from_pb(response)
 
     async def explain(self, request_id: str) -> Explanation:
         """What bounded one of the gateway's last requests."""
         try:
             response = await self._stub.Explain(pb.ExplainRequest(request_id=request_id))
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            raise _told(error, self._address) from None
         return explanation_from_pb(response.explanation)
 
     async def models(self) -> tuple[ModelInfo, ...]:
@@ -268,5 +222,5 @@ class AsyncClient:
         try:
             response = await self._stub.ListModels(pb.ListModelsRequest())
         except grpc.RpcError as error:
-            raise error_from_rpc(error) from None
+            raise _told(error, self._address) from None
         return tuple(map(model_from_pb, response.models))

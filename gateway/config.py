@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
-from common.config import ServiceConfig, flag
+from common.config import ServiceConfig, check_address, flag
 from common.errors import ConfigurationError
 
 
@@ -24,6 +24,9 @@ class GatewayConfig(ServiceConfig):
     log_prompts: bool = flag(False, "log the text of prompts")
 
     def __post_init__(self) -> None:
+        check_address(self.target, "--target")
+        if self.draft:
+            check_address(self.draft, "--draft")
         if self.lookahead < 0:
             raise ConfigurationError(f"is {self.lookahead}, must be 0 or more", field="--lookahead")
         for name in (

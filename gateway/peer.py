@@ -16,7 +16,7 @@ from typing import Any, Generic, TypeVar
 
 import grpc
 
-from common.errors import ConfigurationError, UnavailableError
+from common.errors import ConfigurationError, UnavailableError, connection_failure
 from common.outbox import Outbox
 from common.service import CHANNEL_OPTIONS
 from common.types import CloseSequence, Draining, EngineStatus, Heartbeat, ModelInfo, OpenSequence
@@ -131,7 +131,10 @@ class Peer(Generic[HolderT]):
             except UnavailableError as error:
                 reason = str(error)
             except grpc.aio.AioRpcError as error:
-                reason = f"{error.code().name}: {error.details()}"
+                details = error.details() or ""
+                reason = connection_failure(details)
+                if reason == details:
+                    reason = f"{error.code().name}: {details}"
             except Exception:  # ours: without this stream, but not without the gateway
                 log.exception("fault on the stream with %s", self.address)
                 reason = "a fault of the gateway, see its log"

@@ -230,7 +230,7 @@ class Relay:
         model = wire.model_from_pb(described.model)
         await self._target_met.wait()
         assert self._served is not None
-        check_fit(model, self._served.model)
+        check_fit(model, self._served.model, self._served.tokenizer.num_ids)
         return model
 
     def _hear_target(self, reply: Verdict | Progress) -> None:
@@ -268,8 +268,11 @@ class Relay:
             session.detach("tandem.draft_lost", reason)
 
 
-def check_fit(draft: ModelInfo, target: ModelInfo) -> None:
-    """Raises `ConfigurationError` if a draft's guesses would mean something else."""
+def check_fit(draft: ModelInfo, target: ModelInfo, num_ids: int) -> None:
+    """Raises `ConfigurationError` if a draft's guesses would mean something else.
+
+    num_ids is the size of the target's tokenizer; models often pad their logits beyond it.
+    """
     if draft.vocab_size == 0:
         return  # it only repeats ids that it has seen
     if not draft.tokenizer_fingerprint or (
@@ -279,6 +282,11 @@ def check_fit(draft: ModelInfo, target: ModelInfo) -> None:
             f'drafts speak another vocabulary: "{draft.name}" has tokenizer'
             f' "{draft.tokenizer_fingerprint}", the target "{target.name}" has'
             f' "{target.tokenizer_fingerprint}"'
+        )
+    if draft.vocab_size < min(target.vocab_size, num_ids):
+        raise ConfigurationError(
+            f'the draft "{draft.name}" knows {draft.vocab_size} token ids,'
+            f" the tokenizer has {num_ids}"
         )
     if draft.noise_version and draft.noise_version != target.noise_version:
         raise ConfigurationError(

@@ -162,6 +162,15 @@ class Generation:
     started: Started
     finished: Finished
 
+    def __repr__(self) -> str:
+        """Short: a whole one fills screens."""
+        spent = self.finished.speculation
+        return (
+            f"Generation({self.text!r}, {self.finished.reason.name}, {len(self.token_ids)} tokens,"
+            f" {spent.accepted}/{spent.tested} draft tokens accepted,"
+            f" {self.finished.timing.total_seconds:.2f} s)"
+        )
+
 
 class PeerKind(Enum):
     """What a peer does."""

@@ -34,7 +34,7 @@ from common.types import (
     Verdict,
     VerdictTiming,
 )
-from target_service.scheduler import Scheduler, SchedulerConfig
+from target_service.scheduler import Scheduler, SchedulerConfig, Work
 from target_service.sequence import Sequence, cause_of
 from target_service.verify import Decision, batch_of, decide
 
@@ -90,13 +90,15 @@ class TargetEngine:
             self._step_id += 1
             now = time.monotonic()
             for work in plan:
-                work.seq.started_at = work.seq.started_at or now
+                if work.seq.started_at is None:
+                    work.seq.started_at = now
             logits = self._model.forward(batch_of(plan, self._blocks, self._model.device))
             self._drain_late_proposals()
             decisions = decide(plan, logits, self._noise)
             now = time.monotonic()
+            num_rows = sum(w.num_rows for w in plan)
+            self._advance_prompts(plan)
             verdicts += self._commit(decisions, now, len(plan))
-            num_rows = sum(w.num_rows + len(w.run) for w in plan)
             preempted = tuple(self.scheduler.preempted)
             info = StepInfo(self._step_id, began, now - began, len(plan), num_rows, preempted)
         return StepResult(
@@ -190,6 +192,13 @@ class TargetEngine:
             self._num_ignored += 1
 
     # -- 5. commit ---------------------------------------------------------------------
+
+    @staticmethod
+    def _advance_prompts(plan: list[Work]) -> None:
+        """Prompt rows that decide nothing are in the cache now, and that is all."""
+        for work in plan:
+            if not work.decides:
+                work.seq.num_cached += work.num_rows
 
     def _commit(self, decisions: list[Decision], now: float, batch_size: int) -> list[Verdict]:
         verdicts = []

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 from common.engine.block_manager import BlockManager
@@ -23,19 +22,24 @@ class Work:
     """The rows of one sequence in one step."""
 
     seq: Sequence
-    num_rows: int  # committed tokens to put into the cache
-    run: list[Draft] = field(default_factory=list)  # to verify after them
+    num_committed: int  # rows of committed tokens that are not in the cache yet
+    run: list[Draft] = field(default_factory=list)  # drafted rows to verify after them
 
     @property
     def decides(self) -> bool:
         """Whether the rows reach the end of the sequence."""
-        return self.num_rows == self.seq.num_missing
+        return self.num_committed == self.seq.num_missing
+
+    @property
+    def num_rows(self) -> int:
+        """All rows, drafted ones included."""
+        return self.num_committed + len(self.run)
 
     @property
     def rows(self) -> list[int]:
         """Token ids of the rows, in order."""
         first = self.seq.num_cached
-        return self.seq.tokens[first : first + self.num_rows] + [d.token for d in self.run]
+        return self.seq.tokens[first : first + self.num_committed] + [d.token for d in self.run]
 
 
 class Scheduler:
@@ -76,18 +80,21 @@ class Scheduler:
         budget = self._config.max_rows
         plan: dict[int, Work] = {}
         for seq in sorted(self.running, key=lambda s: not s.decoding):
-            num_rows = min(seq.num_missing, budget)
-            if seq not in self.running or num_rows == 0:
+            num = min(seq.num_missing, budget)
+            if seq not in self.running or num == 0:  # it may have made room for an older one
                 continue
-            if self._make_room(seq, seq.num_cached + num_rows, plan):
-                plan[seq.sid] = Work(seq, num_rows)
-                budget -= num_rows
+            if self._make_room(seq, seq.num_cached + num, plan):
+                plan[seq.sid] = Work(seq, num)
+                budget -= num
         for work in plan.values():
             budget -= self._add_run(work, budget)
         return list(plan.values())
 
     def _admit(self) -> None:
-        """Move sequences from the queue while the cache holds them whole, and a token more."""
+        """Move sequences from the queue while the cache holds them whole, and a token more.
+
+        A sequence alone always gets in: the engine has checked that the cache can hold it.
+        """
         free = self._blocks.num_free - sum(
             self._blocks.missing_blocks(s.sid, len(s.tokens)) for s in self.running
         )
@@ -102,6 +109,7 @@ class Scheduler:
     def _make_room(self, seq: Sequence, num_slots: int, plan: dict[int, Work]) -> bool:
         """Reserve slots, preempting newer sequences if it must; False if seq itself had to go."""
         while not self._blocks.reserve(seq.sid, num_slots):
+            # The newest of the lowest priority: min takes the first of equals.
             victim = min(reversed(self.running), key=lambda s: s.priority)
             self._preempt(victim)
             plan.pop(victim.sid, None)
@@ -114,8 +122,9 @@ class Scheduler:
         self.running.remove(seq)
         self._blocks.truncate(seq.sid, 0)
         seq.num_cached = 0
-        ahead: Iterable[int] = (i for i, s in enumerate(self.waiting) if s.priority <= seq.priority)
-        self.waiting.insert(next(iter(ahead), len(self.waiting)), seq)
+        # Before its equals, where `add` puts a new one behind them.
+        equal = (i for i, s in enumerate(self.waiting) if s.priority <= seq.priority)
+        self.waiting.insert(next(equal, len(self.waiting)), seq)
         seq.num_preemptions += 1
         self.num_preemptions += 1
         self.preempted.append(seq.sid)

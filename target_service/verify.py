@@ -49,15 +49,9 @@ def batch_of(plan: Many[Work], blocks: BlockManager, device: torch.device) -> Ra
 def decide(plan: Many[Work], logits: Tensor, noise: Noise) -> list[Decision]:
     """Test every run against its logits, and what has arrived since for the row after it.
 
-    logits [R, V], rows of the deciding work in order. Prompt rows that decide nothing are
-    marked as cached.
+    logits [R, V], rows of the deciding work in order.
     """
-    deciding = []
-    for work in plan:
-        if work.decides:
-            deciding.append(work)
-        else:
-            work.seq.num_cached += work.num_rows
+    deciding = [w for w in plan if w.decides]
     if not deciding:
         return []
     drafts = [[*w.run, w.seq.late_draft(w.run)] for w in deciding]

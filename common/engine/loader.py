@@ -31,7 +31,7 @@ from common.engine.native import NativeModel, UnsupportedError
 from common.engine.native.noise import best_noise
 from common.engine.noise import NOISE_VERSION, Noise
 from common.engine.paged_model import ATTENTION_NAME, LanguageModel, PagedModel
-from common.engine.probe import LayerCall, is_row_invariant, paged_logits, probe
+from common.engine.probe import NUM_TOKENS, LayerCall, is_row_invariant, paged_logits, probe
 from common.errors import ConfigurationError
 from common.types import ModelInfo
 
@@ -69,9 +69,10 @@ def load(config: ModelConfig) -> LoadedModel:
     # torch's attention is the better reference, but knows no softcap.
     oracle = "eager" if getattr(text, "attn_logit_softcapping", None) else "sdpa"
     with _reading(name):
-        model = AutoModelForCausalLM.from_pretrained(
-            folder, dtype=dtype, attn_implementation=oracle
+        model, found = AutoModelForCausalLM.from_pretrained(
+            folder, dtype=dtype, attn_implementation=oracle, output_loading_info=True
         )
+    _refuse_holes(found, name)
     model = model.to(config.device).eval().requires_grad_(False)
     paged, num_blocks = build(model, config)
     files = tokenizer_files(folder)
@@ -103,6 +104,10 @@ def build(model: Any, config: ModelConfig) -> tuple[PagedModel | NativeModel, in
     context_len = int(model.config.get_text_config().max_position_embeddings)
     num_tokens = config.num_kv_tokens or NUM_KV_CONTEXTS * context_len
     num_blocks = -(-num_tokens // config.block_size)
+    if num_blocks * config.block_size < NUM_TOKENS:
+        raise ConfigurationError(
+            f"is {num_tokens}, must be {NUM_TOKENS} or more", field="--num-kv-tokens"
+        )
     if config.backend != "torch":
         try:
             return _native(model, expected, calls, num_blocks, config), num_blocks
@@ -174,6 +179,8 @@ def resolve(config: ModelConfig) -> tuple[Path, str]:
         if not path.is_file():
             raise ConfigurationError(f"there is no file {path}", field="--model")
         return _dequantised(path, config), path.stem
+    if wanted.startswith((".", "/", "~")):
+        raise ConfigurationError(f"there is no folder {wanted}", field="--model")
     return _from_hub(wanted), wanted.rsplit("/", 1)[-1]
 
 
@@ -249,6 +256,18 @@ def _dtype(wanted: str, hf_config: Any) -> torch.dtype:
             f"is {wanted}, must be auto or {', '.join(_DTYPES)}", field="--dtype"
         )
     return _DTYPES[wanted]
+
+
+def _refuse_holes(found: dict[str, Any], name: str) -> None:
+    """transformers fills what a checkpoint lacks with random numbers."""
+    lacking = sorted(
+        str(key) for kind in ("missing_keys", "mismatched_keys") for key in found.get(kind) or ()
+    )
+    if lacking:
+        more = f" and {len(lacking) - 3} more" if len(lacking) > 3 else ""
+        raise ConfigurationError(
+            f"{name} lacks weights: {', '.join(lacking[:3])}{more}", field="--model"
+        )
 
 
 def _refuse_by_config(hf_config: Any, name: str) -> None:

@@ -8,6 +8,7 @@ from typing import Any
 
 import pytest
 import torch
+from safetensors.torch import load_file, save_file
 from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
@@ -220,3 +221,23 @@ def test_row_invariance_is_told_honestly() -> None:
     assert is_row_invariant(Neighbourly(table), 16) is False
     Neighbourly.limit = 0  # alike for any number of rows
     assert is_row_invariant(Neighbourly(table), 16) is True
+
+
+def test_a_checkpoint_with_a_hole_is_refused(folder: Path) -> None:
+    """transformers would fill it with random numbers."""
+    weights = load_file(folder / "model.safetensors")
+    del weights["model.layers.1.mlp.up_proj.weight"]
+    save_file(weights, folder / "model.safetensors", metadata={"format": "pt"})
+    refusal = _refusal(folder)
+    assert refusal.field == "--model"
+    assert "tiny lacks weights: model.layers.1.mlp.up_proj.weight" in str(refusal)
+
+
+def test_a_cache_too_small_to_probe_is_refused(folder: Path) -> None:
+    with pytest.raises(ConfigurationError) as caught:
+        load(ModelConfig(model=str(folder), num_kv_tokens=8))
+    assert caught.value.field == "--num-kv-tokens"
+
+
+def test_a_path_that_is_not_there_is_not_looked_for_on_the_hub() -> None:
+    assert "there is no folder ./nothere" in str(_refusal("./nothere"))

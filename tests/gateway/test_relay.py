@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import pytest
 
-from common.errors import InvalidRequestError, SequenceError, UnavailableError
+from common.errors import ConfigurationError, InvalidRequestError, SequenceError, UnavailableError
 from common.types import (
     ChainId,
     Commit,
@@ -18,7 +18,7 @@ from common.types import (
     Verdict,
 )
 from gateway import types
-from gateway.relay import merge_commits
+from gateway.relay import check_fit, merge_commits
 from gateway.types import Delta, Finished, PeerState, Started
 from tests.gateway.fakes import (
     TARGET_MODEL,
@@ -219,6 +219,13 @@ def test_another_model_at_the_target_makes_the_draft_be_checked_again() -> None:
         assert [m.name for m in await w.client.models()] == ["other"]
 
     in_world(test, drafted=True, draft=FakeDraft(TARGET_MODEL))
+
+
+def test_a_draft_that_knows_too_few_ids_does_not_fit() -> None:
+    small = replace(TARGET_MODEL, vocab_size=TARGET_MODEL.vocab_size - 1)
+    check_fit(small, TARGET_MODEL, num_ids=small.vocab_size)  # the target's logits are padded
+    with pytest.raises(ConfigurationError, match="knows"):
+        check_fit(small, TARGET_MODEL, num_ids=TARGET_MODEL.vocab_size)
 
 
 def test_a_tokenizer_that_is_not_the_models_is_a_mismatch() -> None:

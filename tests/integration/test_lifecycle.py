@@ -111,6 +111,24 @@ def test_health_and_reflection(stack: LocalStack) -> None:
         assert {NAMES[kind], "grpc.health.v1.Health"} <= _services(process.address)
 
 
+def test_a_gateway_that_waits_for_its_target_is_live_but_not_ready() -> None:
+    gateway = ServiceProcess("gateway", ["--target=127.0.0.1:1", "--port=7399"])
+    try:
+        address, deadline = "127.0.0.1:7399", time.monotonic() + 20
+        while True:
+            try:
+                assert _health(address, "live") == SERVING
+                break
+            except grpc.RpcError:
+                assert time.monotonic() < deadline
+                time.sleep(0.2)
+        assert _health(address, "ready") == NOT_SERVING
+        with Client(address) as client, pytest.raises(UnavailableError, match="is starting"):
+            client.generate([5, 6], max_tokens=1)
+    finally:
+        assert gateway.stop() == 0
+
+
 def test_a_gateway_that_drains_finishes_its_streams(stack: LocalStack) -> None:
     assert stack.gateway
     streams = Streams(stack.gateway_address, 5)

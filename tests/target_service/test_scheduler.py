@@ -35,7 +35,7 @@ class House:
             seq = work.seq
             assert len(self.blocks.table(seq.sid)) * BLOCK >= seq.num_cached + len(work.rows)
             if not work.decides:
-                seq.num_cached += work.num_rows
+                seq.num_cached += work.num_committed
                 continue
             seq.settle([7] * (1 + len(work.run)))
             seq.num_cached = len(seq.tokens) - 1
@@ -56,7 +56,7 @@ def _draft(seq: Sequence, num: int) -> None:
 
 def _rows(plan: list[Work]) -> dict[int, tuple[int, int]]:
     """Committed and drafted rows of each sequence."""
-    return {w.seq.sid: (w.num_rows, len(w.run)) for w in plan}
+    return {w.seq.sid: (w.num_committed, len(w.run)) for w in plan}
 
 
 def test_first_come_first_served_within_a_priority() -> None:
