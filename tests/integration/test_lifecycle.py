@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -112,9 +113,12 @@ def test_health_and_reflection(stack: LocalStack) -> None:
 
 
 def test_a_gateway_that_waits_for_its_target_is_live_but_not_ready() -> None:
-    gateway = ServiceProcess("gateway", ["--target=127.0.0.1:1", "--port=7399"])
+    with socket.socket() as probe:  # a free port: the gateway tells its own only once it serves
+        probe.bind(("127.0.0.1", 0))
+        port = probe.getsockname()[1]
+    gateway = ServiceProcess("gateway", ["--target=127.0.0.1:1", f"--port={port}"])
     try:
-        address, deadline = "127.0.0.1:7399", time.monotonic() + 20
+        address, deadline = f"127.0.0.1:{port}", time.monotonic() + 20
         while True:
             try:
                 assert _health(address, "live") == SERVING
