@@ -6,10 +6,11 @@ import asyncio
 import logging
 import os
 import signal
+import socket
 import sys
 import time
 from collections.abc import Awaitable, Callable, Sequence
-from typing import Any, Protocol
+from typing import Any, Protocol, cast
 
 import grpc
 from grpc_health.v1 import health, health_pb2, health_pb2_grpc
@@ -103,7 +104,9 @@ async def _serve(
     await _set_health(healthy, ["live"], serving=True)
     await server.start()
     began = time.monotonic()
-    starting: asyncio.Future[Running] = asyncio.ensure_future(start(server))
+    starting: asyncio.Future[Running] = asyncio.ensure_future(
+        start(cast(grpc.aio.Server, _Registrar(server)))
+    )
     await asyncio.wait([starting, told], return_when=asyncio.FIRST_COMPLETED)
     if not starting.done():
         log.info("told to stop while starting")
@@ -140,6 +143,20 @@ async def _serve(
     log.info("stopped")
 
 
+class _Registrar:
+    """Takes servicers for a server that runs already.
+
+    grpc.aio finds methods by their generic handlers at any time; registering them one by one as
+    well is an optimisation that it has before the start only, and warns about after.
+    """
+
+    def __init__(self, server: grpc.aio.Server) -> None:
+        self.add_generic_rpc_handlers = server.add_generic_rpc_handlers
+
+    def add_registered_method_handlers(self, service: str, handlers: object) -> None:
+        """Nothing: see above."""
+
+
 class _Gate(grpc.aio.ServerInterceptor):
     """Lets health and reflection through from the first moment, the rest once it is open."""
 
@@ -163,6 +180,10 @@ class _Gate(grpc.aio.ServerInterceptor):
 
 
 def _bind(server: grpc.aio.Server, config: ServiceConfig) -> int:
+    try:
+        socket.getaddrinfo(config.host, None)
+    except OSError as error:
+        raise ConfigurationError(f"{config.host} is no address here", field="--host") from error
     try:
         return server.add_insecure_port(f"{config.host}:{config.port}")
     except RuntimeError as error:

@@ -62,6 +62,7 @@ __all__ = [
 ]
 
 _NO_CONNECTION = re.compile("failed to connect|errors resolving|connections to all backends")
+_BROKEN_CONNECTION = re.compile("Socket closed|Connection reset|GOAWAY")
 
 
 def _told(error: grpc.RpcError, address: str, timeout: float | None = None) -> TandemError:
@@ -71,6 +72,8 @@ def _told(error: grpc.RpcError, address: str, timeout: float | None = None) -> T
         return TimedOutError(f"gave up after {timeout:g} s")
     if isinstance(told, UnavailableError) and _NO_CONNECTION.search(told.message):
         return UnavailableError(f'no gateway at {address}; start one with "tandem up"')
+    if isinstance(told, UnavailableError) and _BROKEN_CONNECTION.search(told.message):
+        return UnavailableError(f"the gateway at {address} has gone")
     return told
 
 
@@ -201,12 +204,12 @@ class AsyncClient:
         finally:
             call.cancel()
 
-    async def status(self, timeout: float | None = None) -> GatewayStatus:
-        """The gateway and its peers; the timeout is in seconds."""
+    async def status(self) -> GatewayStatus:
+        """The gateway and its peers."""
         try:
-            response = await self._stub.GetStatus(pb.GetStatusRequest(), timeout=timeout)
+            response = await self._stub.GetStatus(pb.GetStatusRequest())
         except grpc.RpcError as error:
-            raise _told(error, self._address, timeout) from None
+            raise _told(error, self._address) from None
         return gateway_status_from_pb(response)
 
     async def explain(self, request_id: str) -> Explanation:

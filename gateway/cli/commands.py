@@ -7,29 +7,30 @@ import logging
 import signal
 import sys
 import time
-from collections.abc import Iterator
 from enum import StrEnum
 from pathlib import Path
 from typing import Annotated, Any, NoReturn
 
 import typer
-from rich.console import Console
 from rich.text import Text
 
-from common.errors import TandemError
-from common.types import Rule
+import common
+from common.config import MAX_PORT
+from common.types import FinishReason, Rule
+from gateway.asking import INT32, UINT32, UINT64
 from gateway.cli import demo as demonstration
 from gateway.cli import render
-from gateway.cli.processes import LocalStack, StackError
+from gateway.cli.processes import LocalStack, check_port
+from gateway.cli.telling import stderr, tell_stopping, told_errors, whole_lines
 from gateway.cli.viewing import Viewer, parse_rounds
 from gateway.client import Client, Delta, Finished, Message, Options, Started
 from gateway.tracing import Receiver, Store
 from gateway.tracing.words import Words, from_folder, from_target
 
 app = typer.Typer(
-    help="Speculative decoding split over a draft and a target service.",
     no_args_is_help=True,
     add_completion=False,
+    pretty_exceptions_enable=False,
 )
 GATEWAY = "127.0.0.1:7070"
 OTLP = "127.0.0.1:4317"
@@ -40,7 +41,7 @@ Model = Annotated[
     str, typer.Option(help="hub id, folder or .gguf file; empty: the packaged small model")
 ]
 Draft = Annotated[str, typer.Option(help="ngram, none, or a model to draft with")]
-Dtype = Annotated[str, typer.Option(help="auto, float32, bfloat16 or float64")]
+Port = Annotated[int, typer.Option(min=0, max=MAX_PORT, help="port of the gateway; 0: a free one")]
 Html = Annotated[Path | None, typer.Option(help="write the newest request as a page to this file")]
 
 
@@ -52,14 +53,17 @@ class RuleName(StrEnum):
     COUPLED = "coupled"
 
 
-@contextlib.contextmanager
-def _told_errors() -> Iterator[None]:
-    """One red line for what can be told."""
-    try:
-        yield
-    except (TandemError, StackError) as error:
-        Console(stderr=True, soft_wrap=True).print(Text(f"tandem: {error}", style="red"))
-        sys.exit(1)
+class DtypeName(StrEnum):
+    """Number formats on the command line."""
+
+    AUTO = "auto"
+    FLOAT32 = "float32"
+    BFLOAT16 = "bfloat16"
+    FLOAT16 = "float16"
+    FLOAT64 = "float64"
+
+
+Dtype = Annotated[DtypeName, typer.Option(help="number format of weights and KV cache")]
 
 
 def _stop_on_sigterm() -> None:
@@ -71,14 +75,32 @@ def _stop_on_sigterm() -> None:
     signal.signal(signal.SIGTERM, interrupt)
 
 
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"tandem {common.__version__}")
+        raise typer.Exit
+
+
+@app.callback()
+def options_of_all(
+    version: Annotated[
+        bool,
+        typer.Option("--version", callback=_print_version, is_eager=True, help="show the version"),
+    ] = False,
+) -> None:
+    """Speculative decoding split over a draft and a target service."""
+
+
 @app.command()
 def up(
     model: Model = "",
     draft: Draft = "ngram",
-    dtype: Dtype = "auto",
+    dtype: Dtype = DtypeName.AUTO,
     host: Annotated[str, typer.Option(help="address the gateway listens on")] = "127.0.0.1",
-    port: Annotated[int, typer.Option(help="port of the gateway; 0: a free one")] = 7070,
-    lookahead: Annotated[int, typer.Option(help="how far drafts may be ahead")] = 8,
+    port: Port = 7070,
+    lookahead: Annotated[
+        int, typer.Option(min=0, help="how far drafts may be ahead; 0: no drafting")
+    ] = 8,
     trace: Annotated[
         bool, typer.Option("--trace", help="list requests as they end, for a look at their time")
     ] = False,
@@ -88,10 +110,11 @@ def up(
     logging.basicConfig(format="tandem: %(message)s", stream=sys.stderr)
     _stop_on_sigterm()
     console = render.console()
-    console.print("starting; a model may take a while to load")
     args = [f"--host={host}", f"--lookahead={lookahead}"]
     store = Store()
-    with _told_errors(), contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as running:
+    with told_errors(), contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as running:
+        check_port(host, port)
+        console.print("starting; a model may take a while to load")
         env: dict[str, str] = {}
         if trace or html is not None:
             env = running.enter_context(Receiver(store, "127.0.0.1:0")).environment
@@ -100,13 +123,17 @@ def up(
         )
         running.enter_context(stack)
         console.print(f'serves on {stack.gateway_address}; ask it: tandem generate "Hello"')
-        if env:
-            assert stack.target is not None
-            words = from_target(stack.target.address)
-            Viewer(store, console, words, html).live(stack.check)
-        while True:
-            time.sleep(0.2)
-            stack.check()
+        try:
+            if env:
+                assert stack.target is not None
+                words = from_target(stack.target.address)
+                Viewer(store, console, words, html).live(stack.check)
+            while True:
+                time.sleep(0.2)
+                stack.check()
+        except KeyboardInterrupt:
+            tell_stopping(console, stack.gateway_address)
+            raise
 
 
 @app.command()
@@ -123,19 +150,42 @@ def generate(
         bool, typer.Option("--explain", help="say at the end what bounded the request")
     ] = False,
     model: Annotated[str, typer.Option(help="model to ask; empty: the only one")] = "",
-    max_tokens: Annotated[int | None, typer.Option(help="most tokens of the answer")] = None,
-    temperature: Annotated[float, typer.Option(help="0: the likeliest token, always")] = 1.0,
-    top_k: Annotated[int, typer.Option(help="of the k likeliest tokens only; 0: all")] = 0,
-    top_p: Annotated[float, typer.Option(help="of the likeliest with this mass only")] = 1.0,
-    min_p: Annotated[float, typer.Option(help="none below this part of the likeliest")] = 0.0,
+    max_tokens: Annotated[
+        int | None,
+        typer.Option(
+            min=1,
+            max=UINT32[1],
+            help="most tokens of the answer; default 256, never beyond the context",
+        ),
+    ] = None,
+    temperature: Annotated[
+        float, typer.Option(min=0.0, help="0: the likeliest token, always")
+    ] = 1.0,
+    top_k: Annotated[
+        int, typer.Option(min=0, max=UINT32[1], help="of the k likeliest tokens only; 0: all")
+    ] = 0,
+    top_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="of the likeliest with this mass only")
+    ] = 1.0,
+    min_p: Annotated[
+        float, typer.Option(min=0.0, max=1.0, help="none below this part of the likeliest")
+    ] = 0.0,
     stop: Annotated[list[str] | None, typer.Option(help="ends the text; repeatable")] = None,
-    stop_token_id: Annotated[list[int] | None, typer.Option(help="repeatable")] = None,
-    seed: Annotated[int | None, typer.Option(help="reproduces an answer")] = None,
+    stop_token_id: Annotated[
+        list[int] | None, typer.Option(min=0, max=UINT32[1], help="ends the text; repeatable")
+    ] = None,
+    seed: Annotated[
+        int | None, typer.Option(min=0, max=UINT64[1], help="reproduces an answer")
+    ] = None,
     ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="run on over the end")] = False,
     rule: Annotated[RuleName | None, typer.Option(help="how draft tokens are tested")] = None,
-    lookahead: Annotated[int | None, typer.Option(help="how far drafts may be ahead")] = None,
+    lookahead: Annotated[
+        int | None, typer.Option(min=0, max=UINT32[1], help="how far drafts may be ahead")
+    ] = None,
     speculate: Annotated[bool, typer.Option(help="whether to use drafts")] = True,
-    priority: Annotated[int, typer.Option(help="higher goes first")] = 0,
+    priority: Annotated[
+        int, typer.Option(min=INT32[0], max=INT32[1], help="higher goes first")
+    ] = 0,
     timeout: Annotated[float | None, typer.Option(help="seconds until it is given up")] = None,
 ) -> None:
     """Ask a running gateway and stream the answer."""
@@ -162,9 +212,9 @@ def generate(
         turns = [Message("system", system)] if system else []
         turns.append(Message("user", prompt))
     console = render.console()
-    with _told_errors(), Client(gateway) as client:
+    with told_errors(), Client(gateway) as client:
         started: Started | None = None
-        for event in client.stream(turns, options):
+        for event in whole_lines(client.stream(turns, options), console):
             if isinstance(event, Started):
                 started = event
             elif isinstance(event, Delta):
@@ -172,6 +222,9 @@ def generate(
                 render.print_piece(console, piece)
             elif isinstance(event, Finished):
                 console.print()
+                if event.reason is FinishReason.LENGTH:
+                    note = f"[cut at {event.usage.delivered} tokens; see --max-tokens]"
+                    stderr().print(Text(note, style="dim"))
                 if stats and started is not None:
                     rule_name = started.rule.name.lower()
                     console.print(f"\nseed {started.seed}, {rule_name}, {started.model}")
@@ -188,14 +241,14 @@ def explain(
     gateway: Gateway = GATEWAY,
 ) -> None:
     """Say what bounded one of a gateway's last requests, and what would change it."""
-    with _told_errors(), Client(gateway) as client:
+    with told_errors(), Client(gateway) as client:
         render.console().print(render.explanation(client.explain(request_id)))
 
 
 @app.command()
 def status(gateway: Gateway = GATEWAY) -> None:
     """Show a gateway and its peers."""
-    with _told_errors(), Client(gateway) as client:
+    with told_errors(), Client(gateway) as client:
         render.console().print(render.status(client.status()))
 
 
@@ -216,7 +269,7 @@ def trace(
     _stop_on_sigterm()
     console = render.console()
     store = Store()
-    with _told_errors(), contextlib.suppress(KeyboardInterrupt):
+    with told_errors(), contextlib.suppress(KeyboardInterrupt):
         words = Words()
         if tokenizer is not None:
             words = from_folder(tokenizer)
@@ -236,10 +289,10 @@ def trace(
 @app.command()
 def demo(
     model: Model = "",
-    dtype: Dtype = "auto",
+    dtype: Dtype = DtypeName.AUTO,
     html: Annotated[Path, typer.Option(help="where the page of the last request goes")] = DEMO_PAGE,
 ) -> None:
     """Start a stack, let a model answer with n-gram drafts, show what was accepted, stop."""
     _stop_on_sigterm()
-    with _told_errors():
+    with told_errors():
         demonstration.run(model, dtype, html)

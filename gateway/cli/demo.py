@@ -16,17 +16,18 @@ from gateway.tracing.words import from_target
 
 TRACE_SECONDS = 15.0
 
+# Answers repeat their own words often, but never for long: on any machine, however it rounds,
+# many draft tokens are accepted and some are not.
 QUESTIONS = (
     (
         "greedy",
-        "Write a Python function that adds two numbers, then one that subtracts them,"
-        " then one that multiplies them.",
+        "Write a Python function for each of: add, subtract, multiply, divide.",
         Options(temperature=0.0, max_tokens=96),
     ),
     (
         "sampled",
-        "Write a short Python class for a stack with push, pop and peek methods.",
-        Options(temperature=0.7, seed=1, max_tokens=128),
+        "Write a Python class for a bank account with deposit, withdraw and balance methods.",
+        Options(temperature=0.7, seed=1, max_tokens=112),
     ),
 )
 
@@ -46,7 +47,8 @@ def run(model: str, dtype: str, html: Path) -> None:
         Client(stack.gateway_address) as client,
     ):
         console.print(render.status(client.status()))
-        console.print(Text("\ncolours: ") + render.LEGEND)
+        if console.is_terminal:
+            console.print(Text("\ncolours: ") + render.LEGEND)
         for name, question, options in QUESTIONS:
             console.print(Text(f"\n> {question}", style="bold"))
             request_id, finished = _answer(client, console, question, options)

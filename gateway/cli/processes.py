@@ -6,6 +6,7 @@ import logging
 import os
 import re
 import signal
+import socket
 import subprocess
 import sys
 import threading
@@ -13,6 +14,8 @@ import time
 from collections.abc import Mapping, Sequence
 from types import TracebackType
 from typing import Self
+
+from common.errors import ConfigurationError
 
 log = logging.getLogger(__name__)
 _SERVES = re.compile(r" serves on (\S+)")
@@ -40,7 +43,10 @@ class ServiceProcess:
             [sys.executable, "-m", module, *args],
             stdout=subprocess.PIPE,
             text=True,
-            env=os.environ | {"OMP_WAIT_POLICY": "PASSIVE"} | dict(env or {}),
+            env={"GRPC_VERBOSITY": "NONE"}
+            | os.environ
+            | {"OMP_WAIT_POLICY": "PASSIVE"}
+            | dict(env or {}),
             start_new_session=True,
         )
         threading.Thread(target=self._read, daemon=True).start()
@@ -198,6 +204,23 @@ class LocalStack:
         finally:
             for process in processes:
                 process.kill()
+
+
+def check_port(host: str, port: int) -> None:
+    """Raises `ConfigurationError` if nothing could listen there."""
+    try:
+        family, *_, where = socket.getaddrinfo(host, port, type=socket.SOCK_STREAM)[0]
+    except (OSError, UnicodeError) as error:
+        raise ConfigurationError(
+            f'is "{host}", which can\'t be resolved', field="--host"
+        ) from error
+    try:
+        socket.create_server(where[:2], family=family).close()
+    except OSError as error:
+        reason = os.strerror(error.errno).lower() if error.errno else str(error)
+        raise ConfigurationError(
+            f"can't listen on {host}:{port} ({reason}); choose another", field="--port"
+        ) from error
 
 
 def share_cores() -> tuple[str, str]:

@@ -7,7 +7,16 @@ from rich.table import Table
 from rich.text import Text
 
 from common.types import TokenOrigin
-from gateway.types import Delta, Explanation, Finished, GatewayStatus, PeerStatus, Severity
+from gateway.types import (
+    Delta,
+    Explanation,
+    Finished,
+    GatewayStatus,
+    PeerKind,
+    PeerState,
+    PeerStatus,
+    Severity,
+)
 
 STYLES = {
     TokenOrigin.ACCEPTED: "green",
@@ -51,11 +60,12 @@ def figures(rows: list[tuple[str, Finished]]) -> Table:
     """What generation cost, one row for each answer."""
     table = Table(box=None, pad_edge=False, header_style="bold")
     table.add_column("")
-    for name in ("tokens", "tok/s", "steps", "tok/step", "tested", "accepted", "rejected", "first"):
+    for name in ("tokens", "tok/s", "steps", "tok/step", "tested", "accepted", "rejected"):
         table.add_column(name, justify="right")
+    table.add_column("first token", justify="right")
     for name, finished in rows:
         spent, timing = finished.speculation, finished.timing
-        decided = finished.usage.delivered + finished.usage.discarded
+        decided = _decided(finished)
         table.add_row(
             name,
             str(finished.usage.delivered),
@@ -83,13 +93,18 @@ def stats(finished: Finished) -> Table:
         f"prompt {usage.prompt} ({usage.cached} cached),"
         f" delivered {usage.delivered}, discarded {usage.discarded}",
     )
-    table.add_row("steps", f"{spent.steps}, of them {spent.undrafted_steps} tested nothing")
+    table.add_row(
+        "steps",
+        f"{spent.steps}, of them {spent.undrafted_steps} tested nothing;"
+        f" {_decided(finished) / max(spent.steps, 1):.2f} tok/step",
+    )
     table.add_row(
         "draft tokens",
         f"relayed {spent.drafted}, tested {spent.tested},"
         f" accepted {spent.accepted}, stale {spent.stale}",
     )
-    table.add_row("accepted at place", " ".join(map(str, spent.accepted_per_position)) or "-")
+    by_place = [f"{_nth(i)} {n}" for i, n in enumerate(spent.accepted_per_position, 1)]
+    table.add_row("accepted by place in the run", ", ".join(by_place) or "none")
     table.add_row(
         "seconds",
         f"total {timing.total_seconds:.2f},"
@@ -98,6 +113,15 @@ def stats(finished: Finished) -> Table:
         f" prefill {timing.prefill_seconds:.3f}, steps {timing.steps_seconds:.2f}",
     )
     return table
+
+
+def _decided(finished: Finished) -> int:
+    return finished.usage.delivered + finished.usage.discarded
+
+
+def _nth(number: int) -> str:
+    suffix = {1: "st", 2: "nd", 3: "rd"}.get(number % 10, "th")
+    return f"{number}{'th' if number % 100 in (11, 12, 13) else suffix}"
 
 
 def explanation(e: Explanation) -> Text:
@@ -117,16 +141,21 @@ def explanation(e: Explanation) -> Text:
     return text
 
 
+def live_requests(number: int) -> str:
+    """A count in words."""
+    return f"{number} live request{'' if number == 1 else 's'}"
+
+
 def status(state: GatewayStatus) -> Table:
     """The gateway's peers."""
     table = Table(
-        title=f"gateway {state.version}, {state.num_live_requests} live requests",
+        title=f"gateway {state.version}, {live_requests(state.num_live_requests)}",
         title_justify="left",
         box=None,
         pad_edge=False,
         header_style="bold",
     )
-    for name in ("peer", "address", "state", "model", "sequences", "round trip", "engine"):
+    for name in ("peer", "address", "state", "model", "rows", "sequences", "round trip", "engine"):
         table.add_column(name)
     for peer in state.peers:
         table.add_row(*_peer_cells(peer))
@@ -136,9 +165,13 @@ def status(state: GatewayStatus) -> Table:
 def _peer_cells(peer: PeerStatus) -> tuple[str, ...]:
     state = peer.state.name.lower() + (f": {peer.detail}" if peer.detail else "")
     model, engine, trip = peer.model, peer.engine, peer.round_trip_seconds
-    says = "-"
+    rows = "-"  # whether a pass over several rows rounds as one over a row does
+    if model is not None and peer.kind is PeerKind.TARGET:
+        rows = "invariant" if model.row_invariant else "may round"
+    says = "idle" if peer.state is PeerState.READY else "-"
     if engine is not None:
-        says = f"{engine.num_running} running, {engine.num_waiting} waiting"
+        if engine.num_running or engine.num_waiting:
+            says = f"{engine.num_running} running, {engine.num_waiting} waiting"
         if engine.num_blocks:
             says += f", {engine.num_free_blocks}/{engine.num_blocks} blocks free"
     return (
@@ -146,6 +179,7 @@ def _peer_cells(peer: PeerStatus) -> tuple[str, ...]:
         peer.address,
         state,
         f"{model.name} {model.dtype}".strip() if model else "-",
+        rows,
         str(peer.num_sequences),
         "-" if trip is None else f"{1000 * trip:.1f} ms",
         says,

@@ -13,6 +13,7 @@ from common.errors import (
     InternalFaultError,
     InvalidRequestError,
     TandemError,
+    connection_failure,
     error_for,
     error_from_rpc,
     status_details,
@@ -64,3 +65,14 @@ def test_codes_that_nobody_of_ours_sends_are_internal() -> None:
     assert type(error_for(15, "data loss")) is InternalFaultError
     assert type(error_for(3, "bad")) is InvalidRequestError
     assert type(error_for(9, "bad")) is ConfigurationError
+
+
+def test_why_there_is_no_connection_is_said_shortly() -> None:
+    refused = (
+        "failed to connect to all addresses; last error: UNKNOWN: ipv4:127.0.0.1:9:"
+        " Failed to connect to remote host: Connection refused"
+    )
+    unknown = "errors resolving a.b:1: [field:hostname lookup error: Domain name not found]"
+    assert connection_failure(refused) == "connection refused"
+    assert connection_failure(unknown) == "the name can't be resolved"
+    assert connection_failure("Socket closed") == "Socket closed"

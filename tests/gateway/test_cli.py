@@ -1,26 +1,43 @@
-"""The command line, and services as processes."""
+"""The command line."""
 
 from __future__ import annotations
 
 import asyncio
-from pathlib import Path
+import dataclasses
+import io
+import os
+import re
+import subprocess
+import sys
+from dataclasses import replace
 
 import pytest
+from rich.console import Console
 from typer.testing import CliRunner, Result
 
-from gateway.cli import app
-from gateway.cli.processes import LocalStack, ServiceProcess, StackError, share_cores
-from gateway.client import Client
-from tests.gateway.fakes import TOKENIZER, FakeTarget, World, ending, in_world, until, verdicts
-
-STUB = """
-import signal, sys, time
-if "--fail" in sys.argv:
-    sys.exit(3)
-signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
-print("stub serves on 127.0.0.1:9 after 0.0 s", flush=True)
-time.sleep(60)
-"""
+import common
+from common.config import ModelConfig
+from common.types import EngineStatus, FinishReason
+from gateway.cli import app, commands, render
+from gateway.types import (
+    Finished,
+    GatewayStatus,
+    GenerationTiming,
+    PeerKind,
+    PeerState,
+    PeerStatus,
+    SpeculationFigures,
+    Usage,
+)
+from tests.gateway.fakes import (
+    DRAFT_MODEL,
+    TARGET_MODEL,
+    TOKENIZER,
+    World,
+    ending,
+    in_world,
+    until,
+)
 
 
 async def tandem(w: World, *args: str) -> Result:
@@ -60,12 +77,99 @@ def test_generate_can_show_origins_and_figures() -> None:
 
 def test_errors_are_one_line() -> None:
     async def test(w: World) -> None:
-        result = await tandem(w, "generate", "hi", "--top-p", "2")
-        assert result.exit_code == 1
-        assert result.stdout == ""
-        assert result.stderr == "tandem: sampling.top_p: is 2.0, must be above 0, at most 1\n"
+        for args, says in (
+            (["--top-p", "0"], "--top-p: is 0.0, must be above 0, at most 1"),
+            (["--stop", "a", "--stop", ""], "--stop: is empty"),
+            (
+                ["--rule", "greedy"],
+                "--rule: the greedy rule needs temperature 0;"
+                " leave the rule out or set temperature 0",
+            ),
+            (["--timeout", "0.2"], "gave up after 0.2 s (--timeout)"),
+            (
+                ["--gateway", "http://a:1"],
+                '--gateway: is "http://a:1", must be HOST:PORT without http://',
+            ),
+            (
+                ["--gateway", "127.0.0.1:1"],
+                'no gateway at 127.0.0.1:1; start one with "tandem up"',
+            ),
+        ):
+            result = await tandem(w, "generate", "hi", *args)
+            assert result.exit_code == 1
+            assert result.stdout == ""
+            assert result.stderr == f"tandem: {says}\n"
 
     in_world(test)
+
+
+@pytest.mark.parametrize(
+    "args",
+    [
+        ("generate", "hi", "--seed", "-1"),
+        ("generate", "hi", "--top-k", "-1"),
+        ("generate", "hi", "--top-p", "2"),
+        ("generate", "hi", "--temperature", "-1"),
+        ("generate", "hi", "--max-tokens", "0"),
+        ("generate", "hi", "--priority", "99999999999"),
+        ("generate", "hi", "--lookahead", "-1"),
+        ("generate", "hi", "--stop-token-id", "-5"),
+        ("generate", "hi", "--rule", "lucky"),
+        ("up", "--port", "70000"),
+        ("up", "--dtype", "int3"),
+        ("up", "--lookahead", "-1"),
+    ],
+)
+def test_a_wrong_flag_is_blamed(args: tuple[str, ...]) -> None:
+    result = CliRunner().invoke(app, args)
+    assert result.exit_code == 2
+    assert f"'{args[-2]}'" in result.stderr
+
+
+def test_number_formats_are_those_of_the_services() -> None:
+    (dtype,) = [f for f in dataclasses.fields(ModelConfig) if f.name == "dtype"]
+    assert tuple(commands.DtypeName) == dtype.metadata["choices"]
+
+
+def test_the_version() -> None:
+    result = CliRunner().invoke(app, ["--version"])
+    assert (result.exit_code, result.stdout) == (0, f"tandem {common.__version__}\n")
+
+
+def test_an_answer_that_is_cut_says_so() -> None:
+    async def test(w: World) -> None:
+        w.target.script = ["he", ending("llo")]
+        result = await tandem(w, "generate", "hi")
+        assert (result.stdout, result.stderr) == (
+            "hello\n",
+            "[cut at 5 tokens; see --max-tokens]\n",
+        )
+        w.target.script = ["he", ending("llo", FinishReason.STOP_TOKEN)]
+        result = await tandem(w, "generate", "hi")
+        assert result.stderr == ""
+
+    in_world(test)
+
+
+def test_an_error_begins_a_line() -> None:
+    async def test(w: World) -> None:
+        w.target.script = ["he"]
+        result = await tandem(w, "generate", "hi", "--timeout", "0.5")
+        assert result.stdout == "he\n"
+        assert result.stderr == "tandem: gave up after 0.5 s (--timeout)\n"
+
+    in_world(test)
+
+
+def test_grpc_says_nothing_of_its_own() -> None:
+    def stderr(first: str) -> str:
+        code = f"import {first}, grpc; grpc.insecure_channel('')"
+        env = {k: v for k, v in os.environ.items() if k != "GRPC_VERBOSITY"}
+        command = [sys.executable, "-c", code]
+        return subprocess.run(command, capture_output=True, text=True, check=False, env=env).stderr
+
+    assert "dns_resolver" in stderr("sys")
+    assert "dns_resolver" not in stderr("gateway.cli")
 
 
 def test_status_shows_the_peers() -> None:
@@ -77,67 +181,52 @@ def test_status_shows_the_peers() -> None:
     in_world(test)
 
 
-@pytest.fixture
-def stub(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> str:
-    (tmp_path / "stub_service.py").write_text(STUB)
-    monkeypatch.setenv("PYTHONPATH", str(tmp_path))
-    return "stub_service"
+def _status_lines(*peers: PeerStatus, num_live: int = 0) -> list[list[str]]:
+    console = Console(file=io.StringIO(), width=200)
+    with console.capture() as capture:
+        console.print(render.status(GatewayStatus("1", num_live, peers)))
+    return [re.split(r" {2,}", line.strip()) for line in capture.get().splitlines()]
 
 
-def test_a_process_tells_where_it_serves_and_stops(stub: str) -> None:
-    process = ServiceProcess(stub, [])
-    assert process.wait_until_serving(20) == "127.0.0.1:9"
-    assert process.exit_code is None
-    assert process.stop() == 0
+def test_status_in_words() -> None:
+    exact = replace(TARGET_MODEL, row_invariant=True)
+    busy, idle = EngineStatus(1, 2, 8, 6), EngineStatus(0, 0, 8, 8)
+    ready = PeerStatus(PeerKind.TARGET, "a:1", PeerState.READY, model=exact, engine=busy)
+    lines = _status_lines(
+        replace(ready, round_trip_seconds=0.0015, num_sequences=3),
+        replace(ready, model=TARGET_MODEL, engine=idle),
+        PeerStatus(PeerKind.DRAFT, "a:2", PeerState.READY, model=DRAFT_MODEL),
+        PeerStatus(PeerKind.DRAFT, "a:3", PeerState.CONNECTING, "connection refused"),
+        num_live=1,
+    )
+    assert lines[0] == ["gateway 1, 1 live request"]
+    assert [line[4:] for line in lines[2:4]] == [
+        ["invariant", "3", "1.5 ms", "1 running, 2 waiting, 6/8 blocks free"],
+        ["may round", "0", "-", "idle, 8/8 blocks free"],
+    ]
+    assert lines[4][4:] == ["-", "0", "-", "idle"]
+    assert lines[5][2] == "connecting: connection refused"
+    assert _status_lines(num_live=2)[0] == ["gateway 1, 2 live requests"]
 
 
-def test_a_process_that_ends_early_is_reported(stub: str) -> None:
-    with pytest.raises(StackError, match="stub has ended with code 3 before it served"):
-        ServiceProcess(stub, ["--fail"]).wait_until_serving(20)
+def test_a_lost_peer_is_told_shortly() -> None:
+    async def test(w: World) -> None:
+        await w.target.stop()
+        await until(lambda: "refused" in w.relay.status()[0].detail, "the loss", 10)
+        assert w.relay.status()[0].detail == "connection refused"
+
+    in_world(test)
 
 
-def test_every_core_is_somebodys() -> None:
-    target, others = share_cores()
-    assert target
-    assert others
-
-
-def test_a_stack_stops_what_it_started_when_a_part_fails() -> None:
-    stack = LocalStack(draft="none", target_args=["--no-such-flag"])
-    with pytest.raises(StackError, match="target has ended with code 2"), stack:
-        pass
-    assert stack.target is not None
-    assert stack.target.exit_code == 2
-
-
-def test_the_gateway_runs_as_a_process_and_drains() -> None:
-    async def main() -> None:
-        target = FakeTarget()
-        target.script = [ending("hello")]
-        await target.start()
-        process = ServiceProcess("gateway", ["--port=0", f"--target={target.address}"])
-        try:
-            address = await asyncio.to_thread(process.wait_until_serving, 20)
-
-            def ask() -> str:
-                with Client(address) as client:
-                    return client.generate("hi").text
-
-            assert await asyncio.to_thread(ask) == "hello"
-            target.script = ["he"]
-            last = asyncio.create_task(asyncio.to_thread(ask))
-            await until(lambda: len(target.opens) == 2)
-            process.terminate()
-            await asyncio.sleep(0.2)
-            assert process.exit_code is None  # it waits for the request
-            target.script = []
-            opened = target.opens[-1]
-            length = len(opened.token_ids) + 2
-            target.say(*verdicts(opened, [ending("y")], committed_len=length))
-            assert await last == "hey"
-            assert await asyncio.to_thread(process.stop) == 0
-        finally:
-            process.kill()
-            await target.stop()
-
-    asyncio.run(main())
+def test_figures_count_places_from_the_first() -> None:
+    spent = SpeculationFigures(steps=10, tested=30, accepted=23, accepted_per_position=(15, 7, 1))
+    finished = Finished(
+        FinishReason.LENGTH, Usage(4, delivered=30, discarded=3), spent, GenerationTiming()
+    )
+    console = Console(file=io.StringIO(), width=200)
+    with console.capture() as capture:
+        console.print(render.stats(finished))
+        console.print(render.figures([("x", finished)]))
+    assert "accepted by place in the run  1st 15, 2nd 7, 3rd 1" in capture.get()
+    assert "0 tested nothing; 3.30 tok/step" in capture.get()
+    assert "first token" in capture.get()
