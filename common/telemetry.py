@@ -2,8 +2,8 @@
 
 Made once in each `__main__` from the standard `OTEL_*` variables. Nothing is exported unless
 an OTLP endpoint or exporter is named. A sequence or request that is not sampled makes no span
-at all; a sampled one costs some microseconds a span, here, and as many tens when a batch is
-encoded, in a thread of its own. Whatever a collector does, requests go on: spans wait in a
+at all; a sampled one costs some microseconds a span, here and when a batch is encoded, in a
+thread of its own. Whatever a collector does, requests go on: spans wait in a
 bounded queue, and those that find it full or can't be delivered are counted and dropped.
 
 Spans are made by hand with `Span.child` and `Span.end`, never as a current span: requests
@@ -20,7 +20,6 @@ import urllib.parse
 import uuid
 from collections.abc import Mapping, Sequence
 
-from opentelemetry.exporter.otlp.proto.grpc.trace_exporter import OTLPSpanExporter
 from opentelemetry.sdk.resources import Resource
 from opentelemetry.sdk.trace import Event, ReadableSpan
 from opentelemetry.sdk.trace.export import SpanExporter
@@ -29,6 +28,7 @@ from opentelemetry.trace import Link, SpanContext, SpanKind, Status, StatusCode,
 
 import common
 from common.attributes import SCHEMA_URL, Attribute
+from common.span_encoding import OTLPExporter
 from common.span_queue import SpanQueue
 from common.trace_context import Sampling, format_traceparent, parse_traceparent
 
@@ -217,7 +217,7 @@ def from_environment(service: str, environ: Mapping[str, str]) -> Tracing:
         log.warning("OTEL_EXPORTER_OTLP_PROTOCOL: %r is not spoken here; using grpc", protocol)
     # It says so at every attempt; the queue says it once.
     logging.getLogger("opentelemetry.exporter.otlp.proto.grpc").setLevel(logging.CRITICAL)
-    exporter = OTLPSpanExporter(endpoint=endpoint)
+    exporter = OTLPExporter(endpoint=endpoint)
     return Tracing(service, exporter, sampling=sampling, environ=environ)
 
 
