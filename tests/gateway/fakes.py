@@ -73,7 +73,7 @@ TARGET_MODEL = ModelInfo(
 DRAFT_MODEL = ModelInfo(name="ngram")
 
 
-async def until(holds: Callable[[], Any], what: str = "it", seconds: float = 5.0) -> None:
+async def until(holds: Callable[[], Any], what: str = "it", seconds: float = 20.0) -> None:
     """Wait for a condition; fails the test if it does not come."""
     try:
         async with asyncio.timeout(seconds):

@@ -37,7 +37,7 @@ async def _one(client: AsyncClient, rng: random.Random, phases: Counter[str]) ->
     """A request that is cancelled in the phase it is in at a random moment."""
     prompt = [rng.randrange(2, 60) for _ in range(rng.randrange(100, 190))]
     phase = "queue"
-    wanted = rng.choice(["queue", "prefill", "prefill", "decode"])
+    wanted = rng.choice(["queue"] * 2 + ["prefill"] * 3 + ["decode"])
     options = Options(max_tokens=60, ignore_eos=True, temperature=1.0, seed=rng.randrange(2**64))
     stream = client.stream(prompt, options)
     try:
