@@ -37,7 +37,7 @@ test: install check  ## what every change must pass (under 8 minutes on 2 cores)
 	$(BIN)/python -m pytest -n auto -m "not heavy and not processes"
 	$(BIN)/python -m pytest -m "not heavy and processes"
 
-test-all: install check  ## everything (about half an hour)
+test-all: install check  ## everything (about 20 minutes)
 	$(BIN)/python -m pytest -n auto -m "not processes"
 	$(BIN)/python -m pytest -m processes
 
