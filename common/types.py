@@ -24,6 +24,8 @@ Tokens = tuple[int, ...]
 
 GREEDY_BELOW = 1e-5
 """Temperatures below this decode greedily."""
+MAX_LOGPROBS = 20
+"""The most top tokens whose log probabilities can be had at each position."""
 
 
 class Rule(Enum):
@@ -80,6 +82,17 @@ class SamplingParams:
         _check("top_p", self.top_p, 0 < self.top_p <= 1, "above 0, at most 1")
         _check("min_p", self.min_p, 0 <= self.min_p < 1, "at least 0, below 1")
         _check("max_tokens", self.max_tokens, self.max_tokens >= 1, "1 or more")
+        enough = 0 <= self.min_tokens <= self.max_tokens
+        _check("min_tokens", self.min_tokens, enough, f"0 to {self.max_tokens}, max_tokens")
+        repetition = self.repetition_penalty
+        _check("repetition_penalty", repetition, 0 < repetition <= 10, "above 0, at most 10")
+        for name in ("presence_penalty", "frequency_penalty"):
+            _check(name, value := getattr(self, name), -2 <= value <= 2, "-2 to 2")
+        for token, bias in self.logit_bias:
+            _check(f"logit_bias[{token}]", bias, -100 <= bias <= 100, "-100 to 100")
+        if self.num_logprobs is not None:
+            few = 0 <= self.num_logprobs <= MAX_LOGPROBS
+            _check("num_logprobs", self.num_logprobs, few, f"0 to {MAX_LOGPROBS}")
         _check("seed", self.seed, 0 <= self.seed < 2**64, "an unsigned 64-bit number")
         if self.temperature < GREEDY_BELOW:
             object.__setattr__(self, "rule", Rule.GREEDY)
@@ -124,6 +137,7 @@ class OpenSequence:
     timeout_seconds: float | None = None
     cache_scope: str = ""
     traceparent: str = ""  # of the gateway's span for this sequence; empty: untraced
+    fork_of: int = 0  # a sequence with the same prompt whose blocks to share; 0: none
     # Monotonic; set by the service that hears it, does not travel.
     arrived_at: float = field(default=0.0, compare=False)
 
@@ -173,6 +187,7 @@ class VerdictTiming:
     step_seconds: float = 0.0  # from the last decision to this one; on all but the first
     held_seconds: float = 0.0  # from arrival to sending this verdict
     told_seconds: float = 0.0  # from this decision to sending it
+    waited_seconds: float = 0.0  # of step_seconds, spent waiting for draft tokens
 
 
 class StaleCounts(NamedTuple):
@@ -186,6 +201,13 @@ class StaleCounts(NamedTuple):
 
 
 NONE_STALE = StaleCounts()
+
+
+class TopLogprobs(NamedTuple):
+    """The likeliest tokens at one position by the raw logits, the likeliest first."""
+
+    token_ids: Tokens
+    logprobs: tuple[float, ...]
 
 
 @dataclass(frozen=True, slots=True)
@@ -209,6 +231,7 @@ class Verdict:
     batch_size: int = 0  # sequences in the step
     num_preemptions: int = 0  # of this sequence, since the last verdict
     traceparent: str = ""  # of the target's span for this verdict; empty: untraced
+    top_logprobs: tuple[TopLogprobs, ...] = ()  # one for each of token_ids, if asked for
 
     @property
     def ended(self) -> bool:
@@ -255,6 +278,7 @@ class EngineStatus:
     num_free_blocks: int = 0
     num_ignored: int = 0  # proposals, commits and closes that named an unknown sequence
     num_preemptions: int = 0  # ever
+    num_cached_blocks: int = 0  # free ones that still hold a prefix
 
 
 @dataclass(frozen=True, slots=True)

@@ -36,6 +36,7 @@ from common.types import (
     StaleCounts,
     TargetEvent,
     TokenOrigin,
+    TopLogprobs,
     Verdict,
     VerdictTiming,
 )
@@ -157,6 +158,7 @@ def _open_to_pb(o: OpenSequence) -> pb.OpenSequence:
         resumed=o.resumed,
         cache_scope=o.cache_scope,
         traceparent=o.traceparent,
+        fork_of=o.fork_of,
     )
     if o.timeout_seconds is not None:
         message.timeout.CopyFrom(duration(o.timeout_seconds))
@@ -176,6 +178,7 @@ def open_from_pb(m: pb.OpenSequence) -> OpenSequence:
         timeout_seconds=seconds(m.timeout) if m.HasField("timeout") else None,
         cache_scope=m.cache_scope,
         traceparent=m.traceparent,
+        fork_of=m.fork_of,
     )
 
 
@@ -264,6 +267,7 @@ def _verdict_to_pb(v: Verdict) -> pb.Verdict:
             step=duration(timing.step_seconds),
             held=duration(timing.held_seconds),
             told=duration(timing.told_seconds),
+            waited=duration(timing.waited_seconds) if timing.waited_seconds else None,
         ),
         num_stale=v.num_stale,
         num_cached=v.num_cached,
@@ -271,7 +275,18 @@ def _verdict_to_pb(v: Verdict) -> pb.Verdict:
         batch_size=v.batch_size,
         num_preemptions=v.num_preemptions,
         traceparent=v.traceparent,
+        top_logprobs=map(top_logprobs_to_pb, v.top_logprobs),
     )
+
+
+def top_logprobs_to_pb(t: TopLogprobs) -> pb.TopLogprobs:
+    """The likeliest tokens at one position."""
+    return pb.TopLogprobs(token_ids=t.token_ids, logprobs=t.logprobs)
+
+
+def top_logprobs_from_pb(m: pb.TopLogprobs) -> TopLogprobs:
+    """The likeliest tokens at one position."""
+    return TopLogprobs(tuple(m.token_ids), tuple(m.logprobs))
 
 
 def stale_to_pb(s: StaleCounts) -> pb.StaleCounts:
@@ -303,6 +318,7 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
             step_seconds=seconds(t.step),
             held_seconds=seconds(t.held),
             told_seconds=seconds(t.told),
+            waited_seconds=seconds(t.waited),
         ),
         num_stale=m.num_stale,
         num_cached=m.num_cached,
@@ -310,6 +326,7 @@ def _verdict_from_pb(m: pb.Verdict) -> Verdict:
         batch_size=m.batch_size,
         num_preemptions=m.num_preemptions,
         traceparent=m.traceparent,
+        top_logprobs=tuple(map(top_logprobs_from_pb, m.top_logprobs)),
     )
 
 
@@ -340,6 +357,7 @@ def status_to_pb(s: EngineStatus) -> pb.EngineStatus:
         num_free_blocks=s.num_free_blocks,
         num_ignored=s.num_ignored,
         num_preemptions=s.num_preemptions,
+        num_cached_blocks=s.num_cached_blocks,
     )
 
 
@@ -352,6 +370,7 @@ def status_from_pb(m: pb.EngineStatus) -> EngineStatus:
         m.num_free_blocks,
         m.num_ignored,
         m.num_preemptions,
+        m.num_cached_blocks,
     )
 
 

@@ -15,6 +15,7 @@ from tandem.v1 import types_pb2 as pb
 from common import wire
 from common.errors import InvalidRequestError, SequenceError
 from common.types import (
+    MAX_LOGPROBS,
     ChainId,
     CloseSequence,
     Commit,
@@ -32,6 +33,7 @@ from common.types import (
     SparseDist,
     StaleCounts,
     TokenOrigin,
+    TopLogprobs,
     Verdict,
     VerdictTiming,
 )
@@ -44,25 +46,30 @@ WORDS = st.text(st.characters(exclude_categories=["Cs"]), max_size=8)
 SECONDS = st.integers(0, 10**13).map(lambda nanos: nanos / 1e9)
 FLOATS = st.floats(-1e6, 1e6)
 F32 = st.floats(-100, 0, width=32)
+BIASES = st.floats(-100, 100)
+TOP = st.lists(st.tuples(U32, F32), max_size=3).map(
+    lambda pairs: TopLogprobs(tuple(i for i, _ in pairs), tuple(p for _, p in pairs))
+)
 
 
 @st.composite
 def samplings(draw: st.DrawFn) -> SamplingParams:
     rule = draw(st.sampled_from([Rule.REJECTION, Rule.COUPLED]))
+    max_tokens = draw(st.integers(1, 2**32 - 1))
     return SamplingParams(
         temperature=draw(st.floats(0, 1e5)),
         top_k=draw(U32),
         top_p=draw(st.floats(0, 1, exclude_min=True)),
         min_p=draw(st.floats(0, 1, exclude_max=True)),
-        repetition_penalty=draw(FLOATS),
-        presence_penalty=draw(FLOATS),
-        frequency_penalty=draw(FLOATS),
-        logit_bias=tuple(sorted(draw(st.dictionaries(U32, FLOATS, max_size=3)).items())),
-        min_tokens=draw(U32),
-        max_tokens=draw(st.integers(1, 2**32 - 1)),
+        repetition_penalty=draw(st.floats(0, 10, exclude_min=True)),
+        presence_penalty=draw(st.floats(-2, 2)),
+        frequency_penalty=draw(st.floats(-2, 2)),
+        logit_bias=tuple(sorted(draw(st.dictionaries(U32, BIASES, max_size=3)).items())),
+        min_tokens=draw(st.integers(0, max_tokens)),
+        max_tokens=max_tokens,
         stop_token_ids=draw(IDS),
         ignore_eos=draw(st.booleans()),
-        num_logprobs=draw(st.none() | U32),
+        num_logprobs=draw(st.none() | st.integers(0, MAX_LOGPROBS)),
         seed=draw(U64),
         rule=rule,
     )
@@ -80,6 +87,7 @@ OPENS = st.builds(
     timeout_seconds=st.none() | SECONDS,
     cache_scope=WORDS,
     traceparent=WORDS,
+    fork_of=U64,
 )
 DISTRIBUTIONS = st.lists(st.tuples(U32, FLOATS), max_size=3).map(
     lambda pairs: SparseDist(
@@ -110,20 +118,21 @@ VERDICTS = st.builds(
     error=st.none() | ERRORS,
     lookahead=U32,
     step_id=U64,
-    timing=st.builds(VerdictTiming, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS),
+    timing=st.builds(VerdictTiming, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS, SECONDS),
     num_stale=U32,
     num_cached=U32,
     stale=st.builds(StaleCounts, U32, U32, U32, U32, U32),
     batch_size=U32,
     num_preemptions=U32,
     traceparent=WORDS,
+    top_logprobs=st.lists(TOP, max_size=3).map(tuple),
 )
 COMMITS = st.builds(Commit, U64, U32, IDS, U32, WORDS)
 CLOSES = st.builds(CloseSequence, U64)
 HEARTBEATS = st.builds(Heartbeat, U64, st.booleans())
 PROGRESS = st.builds(Progress, U64, U32, U32)
 REFUSALS = st.builds(Refusal, U64, ERRORS)
-STATUSES = st.builds(EngineStatus, U32, U32, U32, U32, U64)
+STATUSES = st.builds(EngineStatus, U32, U32, U32, U32, U64, U64, U32)
 DRAININGS = st.builds(Draining, SECONDS)
 MODELS = st.builds(
     ModelInfo, WORDS, U32, WORDS, WORDS, WORDS, st.booleans(), IDS, U32, U32, WORDS,

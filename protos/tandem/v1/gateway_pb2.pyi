@@ -124,6 +124,7 @@ class GenerationSpec(_message.Message):
     PRIORITY_FIELD_NUMBER: _builtins.int
     OUTPUT_PREFIX_IDS_FIELD_NUMBER: _builtins.int
     EXPLAIN_FIELD_NUMBER: _builtins.int
+    CACHE_SALT_FIELD_NUMBER: _builtins.int
     model: _builtins.str
     """model names a model of ListModels. Empty means the only one."""
     request_id: _builtins.str
@@ -133,11 +134,13 @@ class GenerationSpec(_message.Message):
     seed: _builtins.int
     """seed is the root of all noise. Unset lets the gateway choose one; it is reported."""
     n: _builtins.int
-    """n is the number of choices. 0 and 1 mean one; more is not served yet."""
+    """n is the number of choices, each drawn with a seed of its own. 0 means one."""
     priority: _builtins.int
     """priority goes before lower ones in the queue; 0 is normal, negative is later."""
     explain: _builtins.bool
     """explain lets the final event say what bounded this request."""
+    cache_salt: _builtins.str
+    """cache_salt separates prefix caches: only requests with the same salt share one."""
     @_builtins.property
     def chat(self) -> Global___ChatInput:
         """chat is rendered by the model's chat template."""
@@ -163,7 +166,7 @@ class GenerationSpec(_message.Message):
     @_builtins.property
     def output_prefix_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """output_prefix_ids are output tokens that the caller already has, to resume after a
-        broken stream. Not served yet.
+        broken stream: the answer brings what comes after them. Set seed to the one reported.
         """
 
     def __init__(
@@ -182,10 +185,11 @@ class GenerationSpec(_message.Message):
         priority: _builtins.int = ...,
         output_prefix_ids: _abc.Iterable[_builtins.int] | None = ...,
         explain: _builtins.bool = ...,
+        cache_salt: _builtins.str = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "chat", b"chat", "input", b"input", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "chat", b"chat", "explain", b"explain", "input", b"input", "model", b"model", "n", b"n", "output_prefix_ids", b"output_prefix_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stop_strings", b"stop_strings", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["_seed", b"_seed", "cache_salt", b"cache_salt", "chat", b"chat", "explain", b"explain", "input", b"input", "model", b"model", "n", b"n", "output_prefix_ids", b"output_prefix_ids", "priority", b"priority", "request_id", b"request_id", "sampling", b"sampling", "seed", b"seed", "speculation", b"speculation", "stop_strings", b"stop_strings", "text", b"text", "tokens", b"tokens"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     _WhichOneofReturnType__seed: _TypeAlias = _typing.Literal["seed"]  # noqa: Y015
     _WhichOneofArgType__seed: _TypeAlias = _typing.Literal["_seed", b"_seed"]  # noqa: Y015
@@ -341,6 +345,9 @@ class GenerateResponse(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ORIGINS_FIELD_NUMBER: _builtins.int
     FINISHED_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    FURTHER_CHOICES_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """text is the answer."""
     @_builtins.property
@@ -359,6 +366,18 @@ class GenerateResponse(_message.Message):
     def finished(self) -> Global___Finished:
         """finished tells why it ended, and the figures."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """logprobs belong to token_ids one by one. Empty unless asked for."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopLogprobs]:
+        """top_logprobs belong to token_ids one by one. Empty unless asked for."""
+
+    @_builtins.property
+    def further_choices(self) -> _containers.RepeatedCompositeFieldContainer[Global___Choice]:
+        """further_choices are the choices after the first, which is told above."""
+
     def __init__(
         self,
         *,
@@ -367,14 +386,73 @@ class GenerateResponse(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         origins: _abc.Iterable[_types_pb2.TokenOrigin.ValueType] | None = ...,
         finished: Global___Finished | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top_logprobs: _abc.Iterable[_types_pb2.TopLogprobs] | None = ...,
+        further_choices: _abc.Iterable[Global___Choice] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "started", b"started"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "origins", b"origins", "started", b"started", "text", b"text", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "further_choices", b"further_choices", "logprobs", b"logprobs", "origins", b"origins", "started", b"started", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___GenerateResponse: _TypeAlias = GenerateResponse  # noqa: Y015
+
+@_typing.final
+class Choice(_message.Message):
+    """Choice is one of several texts for the same prompt."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    INDEX_FIELD_NUMBER: _builtins.int
+    TEXT_FIELD_NUMBER: _builtins.int
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    ORIGINS_FIELD_NUMBER: _builtins.int
+    FINISHED_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
+    index: _builtins.int
+    """index is its number; the first is 0."""
+    text: _builtins.str
+    """text is the answer."""
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """token_ids are the tokens delivered."""
+
+    @_builtins.property
+    def origins(self) -> _containers.RepeatedScalarFieldContainer[_types_pb2.TokenOrigin.ValueType]:
+        """origins belong to token_ids one by one."""
+
+    @_builtins.property
+    def finished(self) -> Global___Finished:
+        """finished tells why it ended, and the figures."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """logprobs belong to token_ids one by one. Empty unless asked for."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopLogprobs]:
+        """top_logprobs belong to token_ids one by one. Empty unless asked for."""
+
+    def __init__(
+        self,
+        *,
+        index: _builtins.int = ...,
+        text: _builtins.str = ...,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        origins: _abc.Iterable[_types_pb2.TokenOrigin.ValueType] | None = ...,
+        finished: Global___Finished | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top_logprobs: _abc.Iterable[_types_pb2.TopLogprobs] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished"]  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["finished", b"finished", "index", b"index", "logprobs", b"logprobs", "origins", b"origins", "text", b"text", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___Choice: _TypeAlias = Choice  # noqa: Y015
 
 @_typing.final
 class StreamGenerateRequest(_message.Message):
@@ -457,6 +535,7 @@ class Started(_message.Message):
     WEIGHTS_FINGERPRINT_FIELD_NUMBER: _builtins.int
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_LOOKAHEAD_FIELD_NUMBER: _builtins.int
+    N_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is the caller's, or the one chosen."""
     seed: _builtins.int
@@ -471,6 +550,8 @@ class Started(_message.Message):
     """num_prompt_tokens is the length of the prompt."""
     max_lookahead: _builtins.int
     """max_lookahead is what a draft may be ahead; 0 means no drafting."""
+    n: _builtins.int
+    """n is the number of choices."""
     def __init__(
         self,
         *,
@@ -481,10 +562,11 @@ class Started(_message.Message):
         weights_fingerprint: _builtins.str = ...,
         num_prompt_tokens: _builtins.int = ...,
         max_lookahead: _builtins.int = ...,
+        n: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_lookahead", b"max_lookahead", "model", b"model", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "rule", b"rule", "seed", b"seed", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_lookahead", b"max_lookahead", "model", b"model", "n", b"n", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "rule", b"rule", "seed", b"seed", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -526,10 +608,15 @@ class Delta(_message.Message):
     TOKEN_IDS_FIELD_NUMBER: _builtins.int
     ORIGINS_FIELD_NUMBER: _builtins.int
     TEXT_ENDS_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     text: _builtins.str
     """text is what became certain. It may be empty while characters are incomplete or a
     stop string may be under way.
     """
+    index: _builtins.int
+    """index is the choice that these belong to."""
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """token_ids are the tokens decided."""
@@ -542,6 +629,14 @@ class Delta(_message.Message):
     def text_ends(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """text_ends say, for each of token_ids, how many characters of text are out with it."""
 
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """logprobs belong to token_ids one by one. Empty unless asked for."""
+
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[_types_pb2.TopLogprobs]:
+        """top_logprobs belong to token_ids one by one. Empty unless asked for."""
+
     def __init__(
         self,
         *,
@@ -549,10 +644,13 @@ class Delta(_message.Message):
         token_ids: _abc.Iterable[_builtins.int] | None = ...,
         origins: _abc.Iterable[_types_pb2.TokenOrigin.ValueType] | None = ...,
         text_ends: _abc.Iterable[_builtins.int] | None = ...,
+        index: _builtins.int = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+        top_logprobs: _abc.Iterable[_types_pb2.TopLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["origins", b"origins", "text", b"text", "text_ends", b"text_ends", "token_ids", b"token_ids"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["index", b"index", "logprobs", b"logprobs", "origins", b"origins", "text", b"text", "text_ends", b"text_ends", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -570,10 +668,13 @@ class Finished(_message.Message):
     TIMING_FIELD_NUMBER: _builtins.int
     STOP_FIELD_NUMBER: _builtins.int
     EXPLANATION_FIELD_NUMBER: _builtins.int
+    INDEX_FIELD_NUMBER: _builtins.int
     reason: _types_pb2.FinishReason.ValueType
     """reason says why it ended."""
     stop: _builtins.str
     """stop is the stop string that ended the text, if one did."""
+    index: _builtins.int
+    """index is the choice that has ended."""
     @_builtins.property
     def usage(self) -> Global___Usage:
         """usage counts tokens."""
@@ -599,10 +700,11 @@ class Finished(_message.Message):
         timing: Global___GenerationTiming | None = ...,
         stop: _builtins.str = ...,
         explanation: Global___Explanation | None = ...,
+        index: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "speculation", b"speculation", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "reason", b"reason", "speculation", b"speculation", "stop", b"stop", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["explanation", b"explanation", "index", b"index", "reason", b"reason", "speculation", b"speculation", "stop", b"stop", "timing", b"timing", "usage", b"usage"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 

@@ -74,7 +74,8 @@ class GatewayServiceServicer:
         raise NotImplementedError('Method not implemented!')
 
     def StreamGenerate(self, request, context):
-        """StreamGenerate answers token by token: started, then deltas and progress, then finished.
+        """StreamGenerate answers token by token: started, then deltas and progress, then finished,
+        once for each choice.
         """
         context.set_code(grpc.StatusCode.UNIMPLEMENTED)
         context.set_details('Method not implemented!')

@@ -36,7 +36,9 @@ class GatewayServiceStub:
     Generate: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]
     """Generate answers once, when the text is complete."""
     StreamGenerate: _grpc.UnaryStreamMultiCallable[_gateway_pb2.StreamGenerateRequest, _gateway_pb2.StreamGenerateResponse]
-    """StreamGenerate answers token by token: started, then deltas and progress, then finished."""
+    """StreamGenerate answers token by token: started, then deltas and progress, then finished,
+    once for each choice.
+    """
     GetStatus: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.GetStatusRequest, _gateway_pb2.GetStatusResponse]
     """GetStatus tells of the gateway and of its peers."""
     ListModels: _grpc.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]
@@ -52,7 +54,9 @@ class GatewayServiceAsyncStub(GatewayServiceStub):
     Generate: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GenerateRequest, _gateway_pb2.GenerateResponse]  # type: ignore[assignment]
     """Generate answers once, when the text is complete."""
     StreamGenerate: _aio.UnaryStreamMultiCallable[_gateway_pb2.StreamGenerateRequest, _gateway_pb2.StreamGenerateResponse]  # type: ignore[assignment]
-    """StreamGenerate answers token by token: started, then deltas and progress, then finished."""
+    """StreamGenerate answers token by token: started, then deltas and progress, then finished,
+    once for each choice.
+    """
     GetStatus: _aio.UnaryUnaryMultiCallable[_gateway_pb2.GetStatusRequest, _gateway_pb2.GetStatusResponse]  # type: ignore[assignment]
     """GetStatus tells of the gateway and of its peers."""
     ListModels: _aio.UnaryUnaryMultiCallable[_gateway_pb2.ListModelsRequest, _gateway_pb2.ListModelsResponse]  # type: ignore[assignment]
@@ -77,7 +81,9 @@ class GatewayServiceServicer(metaclass=_abc_1.ABCMeta):
         request: _gateway_pb2.StreamGenerateRequest,
         context: _ServicerContext,
     ) -> _typing.Union[_abc.Iterator[_gateway_pb2.StreamGenerateResponse], _abc.AsyncIterator[_gateway_pb2.StreamGenerateResponse]]:
-        """StreamGenerate answers token by token: started, then deltas and progress, then finished."""
+        """StreamGenerate answers token by token: started, then deltas and progress, then finished,
+        once for each choice.
+        """
 
     @_abc_1.abstractmethod
     def GetStatus(

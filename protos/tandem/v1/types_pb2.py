@@ -25,7 +25,7 @@ _sym_db = _symbol_database.Default()
 from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/types.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\"\x80\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12<\n\nlogit_bias\x18\x08 \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\r \x01(\rH\x03\x88\x01\x01\x12\x0c\n\x04seed\x18\x0e \x01(\x04\x12\x1d\n\x04rule\x18\x0f \x01(\x0e\x32\x0f.tandem.v1.Rule\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x0f\n\r_num_logprobs\"6\n\x12SparseDistribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05probs\x18\x02 \x03(\x01\"(\n\x07\x43hainId\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06serial\x18\x02 \x01(\x04\"\x83\x02\n\x0cOpenSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nnum_prompt\x18\x03 \x01(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x11\n\tlookahead\x18\x05 \x01(\r\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x0f\n\x07resumed\x18\x07 \x01(\x08\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0b\x63\x61\x63he_scope\x18\t \x01(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\"$\n\rCloseSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\"\xed\x01\n\x08Proposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12$\n\x08\x63hain_id\x18\x02 \x01(\x0b\x32\x12.tandem.v1.ChainId\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\r\n\x05start\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x34\n\rdistributions\x18\x06 \x03(\x0b\x32\x1d.tandem.v1.SparseDistribution\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\'\n\x04held\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"o\n\x06\x43ommit\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x15\n\rcommitted_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x11\n\tlookahead\x18\x04 \x01(\r\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\"}\n\rSequenceError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12.\n\x0bretry_after\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xe0\x01\n\rVerdictTiming\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04step\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04held\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04told\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xbb\x03\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x15\n\rcommitted_len\x18\x02 \x01(\r\x12\x12\n\nnum_tested\x18\x03 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\x12.\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\'\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x18.tandem.v1.SequenceError\x12\x11\n\tlookahead\x18\t \x01(\r\x12\x0f\n\x07step_id\x18\n \x01(\x04\x12(\n\x06timing\x18\x0b \x01(\x0b\x32\x18.tandem.v1.VerdictTiming\x12\x11\n\tnum_stale\x18\x0c \x01(\r\x12\x12\n\nnum_cached\x18\r \x01(\r\x12%\n\x05stale\x18\x0e \x01(\x0b\x32\x16.tandem.v1.StaleCounts\x12\x12\n\nbatch_size\x18\x0f \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x10 \x01(\r\x12\x13\n\x0btraceparent\x18\x11 \x01(\t\"f\n\x0bStaleCounts\x12\x0c\n\x04late\x18\x01 \x01(\r\x12\x10\n\x08\x64iverged\x18\x02 \x01(\r\x12\x12\n\nsuperseded\x18\x03 \x01(\r\x12\x11\n\tmalformed\x18\x04 \x01(\r\x12\x10\n\x08\x66inished\x18\x05 \x01(\r\"I\n\x08Progress\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x11\n\tnum_ahead\x18\x02 \x01(\r\x12\x15\n\rnum_prefilled\x18\x03 \x01(\r\"\x93\x01\n\x0c\x45ngineStatus\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x13\n\x0bnum_ignored\x18\x05 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x06 \x01(\x04\")\n\tHeartbeat\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12\x0c\n\x04\x65\x63ho\x18\x02 \x01(\x08\"4\n\x08\x44raining\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x93\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x1b\n\x13weights_fingerprint\x18\x04 \x01(\t\x12\x15\n\rnoise_version\x18\x05 \x01(\t\x12\x15\n\rrow_invariant\x18\x06 \x01(\x08\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x13\n\x0b\x63ontext_len\x18\x08 \x01(\r\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x19\n\x11\x61ttention_backend\x18\n \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x0b \x03(\t\x12\r\n\x05\x64type\x18\x0c \x01(\t*S\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bRULE_GREEDY\x10\x01\x12\x12\n\x0eRULE_REJECTION\x10\x02\x12\x10\n\x0cRULE_COUPLED\x10\x03*\x84\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x01\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03*z\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x01\x12\x1a\n\x16TOKEN_ORIGIN_RECOVERED\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x03\x62\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x15tandem/v1/types.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\"\x80\x04\n\x0eSamplingParams\x12\x18\n\x0btemperature\x18\x01 \x01(\x01H\x00\x88\x01\x01\x12\r\n\x05top_k\x18\x02 \x01(\r\x12\x12\n\x05top_p\x18\x03 \x01(\x01H\x01\x88\x01\x01\x12\r\n\x05min_p\x18\x04 \x01(\x01\x12\x1f\n\x12repetition_penalty\x18\x05 \x01(\x01H\x02\x88\x01\x01\x12\x18\n\x10presence_penalty\x18\x06 \x01(\x01\x12\x19\n\x11\x66requency_penalty\x18\x07 \x01(\x01\x12<\n\nlogit_bias\x18\x08 \x03(\x0b\x32(.tandem.v1.SamplingParams.LogitBiasEntry\x12\x12\n\nmin_tokens\x18\t \x01(\r\x12\x12\n\nmax_tokens\x18\n \x01(\r\x12\x16\n\x0estop_token_ids\x18\x0b \x03(\r\x12\x12\n\nignore_eos\x18\x0c \x01(\x08\x12\x19\n\x0cnum_logprobs\x18\r \x01(\rH\x03\x88\x01\x01\x12\x0c\n\x04seed\x18\x0e \x01(\x04\x12\x1d\n\x04rule\x18\x0f \x01(\x0e\x32\x0f.tandem.v1.Rule\x1a\x30\n\x0eLogitBiasEntry\x12\x0b\n\x03key\x18\x01 \x01(\r\x12\r\n\x05value\x18\x02 \x01(\x01:\x02\x38\x01\x42\x0e\n\x0c_temperatureB\x08\n\x06_top_pB\x15\n\x13_repetition_penaltyB\x0f\n\r_num_logprobs\"6\n\x12SparseDistribution\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\r\n\x05probs\x18\x02 \x03(\x01\"(\n\x07\x43hainId\x12\r\n\x05\x65poch\x18\x01 \x01(\x04\x12\x0e\n\x06serial\x18\x02 \x01(\x04\"\x94\x02\n\x0cOpenSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\x12\n\nnum_prompt\x18\x03 \x01(\r\x12+\n\x08sampling\x18\x04 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x11\n\tlookahead\x18\x05 \x01(\r\x12\x10\n\x08priority\x18\x06 \x01(\x05\x12\x0f\n\x07resumed\x18\x07 \x01(\x08\x12*\n\x07timeout\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x13\n\x0b\x63\x61\x63he_scope\x18\t \x01(\t\x12\x13\n\x0btraceparent\x18\n \x01(\t\x12\x0f\n\x07\x66ork_of\x18\x0b \x01(\x04\"$\n\rCloseSequence\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\"\xed\x01\n\x08Proposal\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12$\n\x08\x63hain_id\x18\x02 \x01(\x0b\x32\x12.tandem.v1.ChainId\x12\x10\n\x08\x62\x61se_len\x18\x03 \x01(\r\x12\r\n\x05start\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x34\n\rdistributions\x18\x06 \x03(\x0b\x32\x1d.tandem.v1.SparseDistribution\x12\x13\n\x0btraceparent\x18\x07 \x01(\t\x12\'\n\x04held\x18\x08 \x01(\x0b\x32\x19.google.protobuf.Duration\"o\n\x06\x43ommit\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x15\n\rcommitted_len\x18\x02 \x01(\r\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\x11\n\tlookahead\x18\x04 \x01(\r\x12\x13\n\x0btraceparent\x18\x05 \x01(\t\"}\n\rSequenceError\x12\x0c\n\x04\x63ode\x18\x01 \x01(\x05\x12\x0e\n\x06reason\x18\x02 \x01(\t\x12\r\n\x05\x66ield\x18\x03 \x01(\t\x12\x0f\n\x07message\x18\x04 \x01(\t\x12.\n\x0bretry_after\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x8b\x02\n\rVerdictTiming\x12(\n\x05queue\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04step\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04held\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04told\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12)\n\x06waited\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\"\xe9\x03\n\x07Verdict\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x15\n\rcommitted_len\x18\x02 \x01(\r\x12\x12\n\nnum_tested\x18\x03 \x01(\r\x12\x14\n\x0cnum_accepted\x18\x04 \x01(\r\x12\x11\n\ttoken_ids\x18\x05 \x03(\r\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\x12.\n\rfinish_reason\x18\x07 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\'\n\x05\x65rror\x18\x08 \x01(\x0b\x32\x18.tandem.v1.SequenceError\x12\x11\n\tlookahead\x18\t \x01(\r\x12\x0f\n\x07step_id\x18\n \x01(\x04\x12(\n\x06timing\x18\x0b \x01(\x0b\x32\x18.tandem.v1.VerdictTiming\x12\x11\n\tnum_stale\x18\x0c \x01(\r\x12\x12\n\nnum_cached\x18\r \x01(\r\x12%\n\x05stale\x18\x0e \x01(\x0b\x32\x16.tandem.v1.StaleCounts\x12\x12\n\nbatch_size\x18\x0f \x01(\r\x12\x17\n\x0fnum_preemptions\x18\x10 \x01(\r\x12\x13\n\x0btraceparent\x18\x11 \x01(\t\x12,\n\x0ctop_logprobs\x18\x12 \x03(\x0b\x32\x16.tandem.v1.TopLogprobs\"2\n\x0bTopLogprobs\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\x12\x10\n\x08logprobs\x18\x02 \x03(\x02\"f\n\x0bStaleCounts\x12\x0c\n\x04late\x18\x01 \x01(\r\x12\x10\n\x08\x64iverged\x18\x02 \x01(\r\x12\x12\n\nsuperseded\x18\x03 \x01(\r\x12\x11\n\tmalformed\x18\x04 \x01(\r\x12\x10\n\x08\x66inished\x18\x05 \x01(\r\"I\n\x08Progress\x12\x13\n\x0bsequence_id\x18\x01 \x01(\x04\x12\x11\n\tnum_ahead\x18\x02 \x01(\r\x12\x15\n\rnum_prefilled\x18\x03 \x01(\r\"\xae\x01\n\x0c\x45ngineStatus\x12\x13\n\x0bnum_running\x18\x01 \x01(\r\x12\x13\n\x0bnum_waiting\x18\x02 \x01(\r\x12\x12\n\nnum_blocks\x18\x03 \x01(\r\x12\x17\n\x0fnum_free_blocks\x18\x04 \x01(\r\x12\x13\n\x0bnum_ignored\x18\x05 \x01(\x04\x12\x17\n\x0fnum_preemptions\x18\x06 \x01(\x04\x12\x19\n\x11num_cached_blocks\x18\x07 \x01(\r\")\n\tHeartbeat\x12\x0e\n\x06serial\x18\x01 \x01(\x04\x12\x0c\n\x04\x65\x63ho\x18\x02 \x01(\x08\"4\n\x08\x44raining\x12(\n\x05grace\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x93\x02\n\tModelInfo\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\x12\n\nvocab_size\x18\x02 \x01(\r\x12\x1d\n\x15tokenizer_fingerprint\x18\x03 \x01(\t\x12\x1b\n\x13weights_fingerprint\x18\x04 \x01(\t\x12\x15\n\rnoise_version\x18\x05 \x01(\t\x12\x15\n\rrow_invariant\x18\x06 \x01(\x08\x12\x15\n\reos_token_ids\x18\x07 \x03(\r\x12\x13\n\x0b\x63ontext_len\x18\x08 \x01(\r\x12\x12\n\nblock_size\x18\t \x01(\r\x12\x19\n\x11\x61ttention_backend\x18\n \x01(\t\x12\x10\n\x08\x66\x65\x61tures\x18\x0b \x03(\t\x12\r\n\x05\x64type\x18\x0c \x01(\t*S\n\x04Rule\x12\x14\n\x10RULE_UNSPECIFIED\x10\x00\x12\x0f\n\x0bRULE_GREEDY\x10\x01\x12\x12\n\x0eRULE_REJECTION\x10\x02\x12\x10\n\x0cRULE_COUPLED\x10\x03*\x84\x01\n\x0c\x46inishReason\x12\x1d\n\x19\x46INISH_REASON_UNSPECIFIED\x10\x00\x12\x1c\n\x18\x46INISH_REASON_STOP_TOKEN\x10\x01\x12\x1d\n\x19\x46INISH_REASON_STOP_STRING\x10\x02\x12\x18\n\x14\x46INISH_REASON_LENGTH\x10\x03*z\n\x0bTokenOrigin\x12\x1c\n\x18TOKEN_ORIGIN_UNSPECIFIED\x10\x00\x12\x19\n\x15TOKEN_ORIGIN_ACCEPTED\x10\x01\x12\x1a\n\x16TOKEN_ORIGIN_RECOVERED\x10\x02\x12\x16\n\x12TOKEN_ORIGIN_BONUS\x10\x03\x62\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
@@ -34,12 +34,12 @@ if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._loaded_options = None
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_options = b'8\001'
-  _globals['_RULE']._serialized_start=2838
-  _globals['_RULE']._serialized_end=2921
-  _globals['_FINISHREASON']._serialized_start=2924
-  _globals['_FINISHREASON']._serialized_end=3056
-  _globals['_TOKENORIGIN']._serialized_start=3058
-  _globals['_TOKENORIGIN']._serialized_end=3180
+  _globals['_RULE']._serialized_start=3023
+  _globals['_RULE']._serialized_end=3106
+  _globals['_FINISHREASON']._serialized_start=3109
+  _globals['_FINISHREASON']._serialized_end=3241
+  _globals['_TOKENORIGIN']._serialized_start=3243
+  _globals['_TOKENORIGIN']._serialized_end=3365
   _globals['_SAMPLINGPARAMS']._serialized_start=69
   _globals['_SAMPLINGPARAMS']._serialized_end=581
   _globals['_SAMPLINGPARAMS_LOGITBIASENTRY']._serialized_start=467
@@ -49,29 +49,31 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_CHAINID']._serialized_start=639
   _globals['_CHAINID']._serialized_end=679
   _globals['_OPENSEQUENCE']._serialized_start=682
-  _globals['_OPENSEQUENCE']._serialized_end=941
-  _globals['_CLOSESEQUENCE']._serialized_start=943
-  _globals['_CLOSESEQUENCE']._serialized_end=979
-  _globals['_PROPOSAL']._serialized_start=982
-  _globals['_PROPOSAL']._serialized_end=1219
-  _globals['_COMMIT']._serialized_start=1221
-  _globals['_COMMIT']._serialized_end=1332
-  _globals['_SEQUENCEERROR']._serialized_start=1334
-  _globals['_SEQUENCEERROR']._serialized_end=1459
-  _globals['_VERDICTTIMING']._serialized_start=1462
-  _globals['_VERDICTTIMING']._serialized_end=1686
-  _globals['_VERDICT']._serialized_start=1689
-  _globals['_VERDICT']._serialized_end=2132
-  _globals['_STALECOUNTS']._serialized_start=2134
-  _globals['_STALECOUNTS']._serialized_end=2236
-  _globals['_PROGRESS']._serialized_start=2238
-  _globals['_PROGRESS']._serialized_end=2311
-  _globals['_ENGINESTATUS']._serialized_start=2314
-  _globals['_ENGINESTATUS']._serialized_end=2461
-  _globals['_HEARTBEAT']._serialized_start=2463
-  _globals['_HEARTBEAT']._serialized_end=2504
-  _globals['_DRAINING']._serialized_start=2506
-  _globals['_DRAINING']._serialized_end=2558
-  _globals['_MODELINFO']._serialized_start=2561
-  _globals['_MODELINFO']._serialized_end=2836
+  _globals['_OPENSEQUENCE']._serialized_end=958
+  _globals['_CLOSESEQUENCE']._serialized_start=960
+  _globals['_CLOSESEQUENCE']._serialized_end=996
+  _globals['_PROPOSAL']._serialized_start=999
+  _globals['_PROPOSAL']._serialized_end=1236
+  _globals['_COMMIT']._serialized_start=1238
+  _globals['_COMMIT']._serialized_end=1349
+  _globals['_SEQUENCEERROR']._serialized_start=1351
+  _globals['_SEQUENCEERROR']._serialized_end=1476
+  _globals['_VERDICTTIMING']._serialized_start=1479
+  _globals['_VERDICTTIMING']._serialized_end=1746
+  _globals['_VERDICT']._serialized_start=1749
+  _globals['_VERDICT']._serialized_end=2238
+  _globals['_TOPLOGPROBS']._serialized_start=2240
+  _globals['_TOPLOGPROBS']._serialized_end=2290
+  _globals['_STALECOUNTS']._serialized_start=2292
+  _globals['_STALECOUNTS']._serialized_end=2394
+  _globals['_PROGRESS']._serialized_start=2396
+  _globals['_PROGRESS']._serialized_end=2469
+  _globals['_ENGINESTATUS']._serialized_start=2472
+  _globals['_ENGINESTATUS']._serialized_end=2646
+  _globals['_HEARTBEAT']._serialized_start=2648
+  _globals['_HEARTBEAT']._serialized_end=2689
+  _globals['_DRAINING']._serialized_start=2691
+  _globals['_DRAINING']._serialized_end=2743
+  _globals['_MODELINFO']._serialized_start=2746
+  _globals['_MODELINFO']._serialized_end=3021
 # @@protoc_insertion_point(module_scope)

@@ -301,6 +301,7 @@ class OpenSequence(_message.Message):
     TIMEOUT_FIELD_NUMBER: _builtins.int
     CACHE_SCOPE_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    FORK_OF_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """sequence_id is new for every attempt and never used again on this stream."""
     num_prompt: _builtins.int
@@ -315,6 +316,11 @@ class OpenSequence(_message.Message):
     """cache_scope separates the prefix caches of callers that must not share one."""
     traceparent: _builtins.str
     """traceparent is the W3C trace context. Empty means untraced."""
+    fork_of: _builtins.int
+    """fork_of names a sequence of this stream with the same prompt: once that has read it,
+    this one shares its blocks, copied where either writes. 0 means none; one that is not
+    open any more is ignored.
+    """
     @_builtins.property
     def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
         """token_ids are the prompt and what is already committed."""
@@ -340,10 +346,11 @@ class OpenSequence(_message.Message):
         timeout: _duration_pb2.Duration | None = ...,
         cache_scope: _builtins.str = ...,
         traceparent: _builtins.str = ...,
+        fork_of: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["sampling", b"sampling", "timeout", b"timeout"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "lookahead", b"lookahead", "num_prompt", b"num_prompt", "priority", b"priority", "resumed", b"resumed", "sampling", b"sampling", "sequence_id", b"sequence_id", "timeout", b"timeout", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["cache_scope", b"cache_scope", "fork_of", b"fork_of", "lookahead", b"lookahead", "num_prompt", b"num_prompt", "priority", b"priority", "resumed", b"resumed", "sampling", b"sampling", "sequence_id", b"sequence_id", "timeout", b"timeout", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -526,6 +533,7 @@ class VerdictTiming(_message.Message):
     STEP_FIELD_NUMBER: _builtins.int
     HELD_FIELD_NUMBER: _builtins.int
     TOLD_FIELD_NUMBER: _builtins.int
+    WAITED_FIELD_NUMBER: _builtins.int
     @_builtins.property
     def queue(self) -> _duration_pb2.Duration:
         """queue is how long the sequence waited from its arrival to its first step; set on its
@@ -552,6 +560,10 @@ class VerdictTiming(_message.Message):
     def told(self) -> _duration_pb2.Duration:
         """told is how long it took from this decision to sending it."""
 
+    @_builtins.property
+    def waited(self) -> _duration_pb2.Duration:
+        """waited is how much of step the target spent waiting for draft tokens."""
+
     def __init__(
         self,
         *,
@@ -560,10 +572,11 @@ class VerdictTiming(_message.Message):
         step: _duration_pb2.Duration | None = ...,
         held: _duration_pb2.Duration | None = ...,
         told: _duration_pb2.Duration | None = ...,
+        waited: _duration_pb2.Duration | None = ...,
     ) -> None: ...
-    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "prefill", b"prefill", "queue", b"queue", "step", b"step", "told", b"told"]  # noqa: Y015
+    _HasFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "prefill", b"prefill", "queue", b"queue", "step", b"step", "told", b"told", "waited", b"waited"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "prefill", b"prefill", "queue", b"queue", "step", b"step", "told", b"told"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["held", b"held", "prefill", b"prefill", "queue", b"queue", "step", b"step", "told", b"told", "waited", b"waited"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
@@ -592,6 +605,7 @@ class Verdict(_message.Message):
     BATCH_SIZE_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
     TRACEPARENT_FIELD_NUMBER: _builtins.int
+    TOP_LOGPROBS_FIELD_NUMBER: _builtins.int
     sequence_id: _builtins.int
     """sequence_id names the sequence."""
     committed_len: _builtins.int
@@ -638,6 +652,10 @@ class Verdict(_message.Message):
     def stale(self) -> Global___StaleCounts:
         """stale divides num_stale by cause. Unset means that there were none."""
 
+    @_builtins.property
+    def top_logprobs(self) -> _containers.RepeatedCompositeFieldContainer[Global___TopLogprobs]:
+        """top_logprobs belong to token_ids one by one. Empty unless asked for."""
+
     def __init__(
         self,
         *,
@@ -658,14 +676,45 @@ class Verdict(_message.Message):
         batch_size: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
         traceparent: _builtins.str = ...,
+        top_logprobs: _abc.Iterable[Global___TopLogprobs] | None = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _typing.Literal["error", b"error", "stale", b"stale", "timing", b"timing"]  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "committed_len", b"committed_len", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "lookahead", b"lookahead", "num_accepted", b"num_accepted", "num_cached", b"num_cached", "num_preemptions", b"num_preemptions", "num_stale", b"num_stale", "num_tested", b"num_tested", "sequence_id", b"sequence_id", "stale", b"stale", "step_id", b"step_id", "timing", b"timing", "token_ids", b"token_ids", "traceparent", b"traceparent"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["batch_size", b"batch_size", "committed_len", b"committed_len", "error", b"error", "finish_reason", b"finish_reason", "logprobs", b"logprobs", "lookahead", b"lookahead", "num_accepted", b"num_accepted", "num_cached", b"num_cached", "num_preemptions", b"num_preemptions", "num_stale", b"num_stale", "num_tested", b"num_tested", "sequence_id", b"sequence_id", "stale", b"stale", "step_id", b"step_id", "timing", b"timing", "token_ids", b"token_ids", "top_logprobs", b"top_logprobs", "traceparent", b"traceparent"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
 Global___Verdict: _TypeAlias = Verdict  # noqa: Y015
+
+@_typing.final
+class TopLogprobs(_message.Message):
+    """TopLogprobs are the likeliest tokens at one position, by the raw logits."""
+
+    DESCRIPTOR: _descriptor.Descriptor
+
+    TOKEN_IDS_FIELD_NUMBER: _builtins.int
+    LOGPROBS_FIELD_NUMBER: _builtins.int
+    @_builtins.property
+    def token_ids(self) -> _containers.RepeatedScalarFieldContainer[_builtins.int]:
+        """token_ids are the likeliest first; of equals the lower id comes first."""
+
+    @_builtins.property
+    def logprobs(self) -> _containers.RepeatedScalarFieldContainer[_builtins.float]:
+        """logprobs belong to token_ids one by one."""
+
+    def __init__(
+        self,
+        *,
+        token_ids: _abc.Iterable[_builtins.int] | None = ...,
+        logprobs: _abc.Iterable[_builtins.float] | None = ...,
+    ) -> None: ...
+    _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
+    def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["logprobs", b"logprobs", "token_ids", b"token_ids"]  # noqa: Y015
+    def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
+    def WhichOneof(self, oneof_group: _Never) -> None: ...
+
+Global___TopLogprobs: _TypeAlias = TopLogprobs  # noqa: Y015
 
 @_typing.final
 class StaleCounts(_message.Message):
@@ -749,6 +798,7 @@ class EngineStatus(_message.Message):
     NUM_FREE_BLOCKS_FIELD_NUMBER: _builtins.int
     NUM_IGNORED_FIELD_NUMBER: _builtins.int
     NUM_PREEMPTIONS_FIELD_NUMBER: _builtins.int
+    NUM_CACHED_BLOCKS_FIELD_NUMBER: _builtins.int
     num_running: _builtins.int
     """num_running is how many sequences take part in steps."""
     num_waiting: _builtins.int
@@ -761,6 +811,8 @@ class EngineStatus(_message.Message):
     """num_ignored is how many proposals, commits and closes named an unknown sequence."""
     num_preemptions: _builtins.int
     """num_preemptions is how often a sequence's blocks were taken back, ever."""
+    num_cached_blocks: _builtins.int
+    """num_cached_blocks is how many of the free blocks still hold a prefix that may be hit."""
     def __init__(
         self,
         *,
@@ -770,10 +822,11 @@ class EngineStatus(_message.Message):
         num_free_blocks: _builtins.int = ...,
         num_ignored: _builtins.int = ...,
         num_preemptions: _builtins.int = ...,
+        num_cached_blocks: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_free_blocks", b"num_free_blocks", "num_ignored", b"num_ignored", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["num_blocks", b"num_blocks", "num_cached_blocks", b"num_cached_blocks", "num_free_blocks", b"num_free_blocks", "num_ignored", b"num_ignored", "num_preemptions", b"num_preemptions", "num_running", b"num_running", "num_waiting", b"num_waiting"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
