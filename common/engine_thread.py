@@ -30,6 +30,9 @@ class Engine(Protocol[EventT]):
     def has_work(self) -> bool:
         """Whether a step now would do anything."""
 
+    def hold_seconds(self) -> float:
+        """How much longer the next step should wait for events; 0 or less: not at all."""
+
     def num_live(self) -> int:
         """How many sequences are open."""
 
@@ -85,8 +88,9 @@ class EngineThread:
                 if not self._engine.has_work():
                     idle = self.SAY_SOMETHING_SECONDS if self._engine.num_live() else None
                     self._wake.wait(idle)
-                    if self._stopping:
-                        break
+                self._hold()
+                if self._stopping:
+                    break
                 self._step_began = time.monotonic()
                 result = self._engine.step()
                 self._step_began = None
@@ -94,3 +98,12 @@ class EngineThread:
         except BaseException as error:
             log.exception("the engine has failed")
             self._failed(error)
+
+    def _hold(self) -> None:
+        """Wait as long as the engine finds that worth while; every event lets it think anew."""
+        while not self._stopping:
+            self._wake.clear()
+            seconds = self._engine.hold_seconds()
+            if seconds <= 0:
+                return
+            self._wake.wait(seconds)

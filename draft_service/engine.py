@@ -50,6 +50,10 @@ class DraftEngine:
         """Whether a step now would do anything."""
         return bool(self._inbox) or self._drafter.has_work()
 
+    def hold_seconds(self) -> float:
+        """See `Engine`: a draft never waits."""
+        return 0.0
+
     def num_live(self) -> int:
         """How many sequences are open."""
         return len(self._open)

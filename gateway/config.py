@@ -16,7 +16,7 @@ class GatewayConfig(ServiceConfig):
     port: int = flag(7070, "port to listen on; 0 takes a free one, printed at start")
     target: str = flag("127.0.0.1:7071", "address of the target service")
     draft: str = flag("", "address of the draft service; empty: no drafting")
-    lookahead: int = flag(8, "how many uncommitted tokens a draft may be ahead; 0: no drafting")
+    lookahead: int = flag(16, "how many uncommitted tokens a draft may be ahead; 0: no drafting")
     max_live_requests: int = flag(256, "requests served at a time; more are refused")
     default_max_tokens: int = flag(256, "output tokens of a request that does not say")
     silence_seconds: float = flag(10.0, "a peer with open sequences that says nothing is lost")

@@ -15,4 +15,11 @@ class TargetConfig(ModelConfig, ServiceConfig):
     port: int = flag(7071, "port to listen on; 0 takes a free one, printed at start")
     max_running: int = flag(64, "sequences that take part in a step")
     max_rows: int = flag(512, "rows of one step: decoding, drafted and prompt rows together")
+    objective: str = flag(
+        "latency",
+        "what draft tokens are tested for; latency: the least time per token; throughput: the most"
+        " tokens a second; fixed: all that arrive within the lookahead",
+        choices=("latency", "throughput", "fixed"),
+    )
+    prefill_ms: float = flag(50.0, "what prompts may add to a step in which others decode")
     max_waiting: int = flag(1024, "sequences that may wait; more are refused")

@@ -18,6 +18,7 @@ from common.errors import (
     InternalFaultError,
     InvalidRequestError,
     TandemError,
+    TimedOutError,
     sequence_error,
 )
 from common.types import (
@@ -34,7 +35,8 @@ from common.types import (
     Verdict,
     VerdictTiming,
 )
-from target_service.scheduler import Scheduler, SchedulerConfig, Work
+from target_service.goodput import DraftPolicy, Fixed
+from target_service.scheduler import Scheduler, SchedulerConfig, Work, shape_of
 from target_service.sequence import Sequence, cause_of
 from target_service.verify import Decision, batch_of, decide
 
@@ -52,12 +54,14 @@ class TargetEngine:
         eos_token_ids: tuple[int, ...] = (),
         config: SchedulerConfig | None = None,
         noise: Noise | None = None,
+        policy: DraftPolicy | None = None,
     ) -> None:
         self._model = model
         self._blocks = blocks
         self._eos = eos_token_ids
         self._noise = noise or GumbelNoise()
-        self.scheduler = Scheduler(config or SchedulerConfig(), blocks)
+        self.policy = policy or Fixed()
+        self.scheduler = Scheduler(config or SchedulerConfig(), blocks, self.policy)
         self._inbox: deque[TargetEvent] = deque()  # filled by submit, on any thread
         self._deferred: list[TargetEvent] = []  # taken out in mid-step, for the next one
         self._sequences: dict[int, Sequence] = {}
@@ -66,6 +70,7 @@ class TargetEngine:
         self._step_id = 0
         self._num_ignored = 0
         self._progress_at = 0.0
+        self._held_since: float | None = None  # the next step waits for draft tokens
 
     def submit(self, event: TargetEvent) -> None:
         """Put an event into the inbox; any thread."""
@@ -79,10 +84,27 @@ class TargetEngine:
         """How many sequences are open."""
         return len(self._sequences)
 
+    def hold_seconds(self) -> float:
+        """How much longer the next step should wait for draft tokens; 0 or less: not at all.
+
+        Only ever while one sequence has the engine for itself: nobody else is held up.
+        """
+        self._drain()
+        now = time.monotonic()
+        running = self.scheduler.running
+        alone = len(running) == 1 and not self.scheduler.waiting and running[0].decoding
+        seconds = self.policy.hold_until(running[0]) - now if alone else 0.0
+        if seconds > 0 and self._held_since is None:
+            self._held_since = now
+        return seconds
+
     def step(self) -> StepResult:
         """One forward pass over whatever there is to do."""
         began = time.monotonic()
+        waited = began - (self._held_since or began)
+        self._held_since = None
         self._drain()
+        self._expire(time.monotonic())
         plan = self.scheduler.plan()
         verdicts, self._refused = self._refused, []
         info, self._causes = None, {}
@@ -97,8 +119,9 @@ class TargetEngine:
             decisions = decide(plan, logits, self._noise)
             now = time.monotonic()
             num_rows = sum(w.num_rows for w in plan)
+            self.policy.ran(shape_of(plan), now - began)
             self._advance_prompts(plan)
-            verdicts += self._commit(decisions, now, len(plan))
+            verdicts += self._commit(decisions, now, len(plan), waited)
             preempted = tuple(self.scheduler.preempted)
             info = StepInfo(self._step_id, began, now - began, len(plan), num_rows, preempted)
         return StepResult(
@@ -191,6 +214,14 @@ class TargetEngine:
         else:
             self._num_ignored += 1
 
+    def _expire(self, now: float) -> None:
+        """End what nobody waits for any more."""
+        for seq in [s for s in self._sequences.values() if s.deadline <= now]:
+            error = TimedOutError("the caller's time is over")
+            self._refused.append(_failure(seq.sid, len(seq.tokens), error))
+            del self._sequences[seq.sid]
+            self.scheduler.remove(seq)
+
     # -- 5. commit ---------------------------------------------------------------------
 
     @staticmethod
@@ -200,12 +231,17 @@ class TargetEngine:
             if not work.decides:
                 work.seq.num_cached += work.num_rows
 
-    def _commit(self, decisions: list[Decision], now: float, batch_size: int) -> list[Verdict]:
+    def _commit(
+        self, decisions: list[Decision], now: float, batch_size: int, waited: float
+    ) -> list[Verdict]:
         verdicts = []
+        for d in decisions:
+            self.policy.tested(d.work.seq, len(d.tested), d.num_accepted)
+        self.policy.tell([d.work.seq for d in decisions])
         for decision in decisions:
             seq = decision.work.seq
             if decision.emitted:
-                verdicts.append(self._commit_one(decision, now, batch_size))
+                verdicts.append(self._commit_one(decision, now, batch_size, waited))
             else:
                 error = InternalFaultError("the model yielded no finite logits")
                 verdicts.append(_failure(seq.sid, len(seq.tokens), error))
@@ -214,7 +250,9 @@ class TargetEngine:
                 self.scheduler.remove(seq)
         return verdicts
 
-    def _commit_one(self, decision: Decision, now: float, batch_size: int) -> Verdict:
+    def _commit_one(
+        self, decision: Decision, now: float, batch_size: int, waited: float
+    ) -> Verdict:
         seq, committed_len = decision.work.seq, len(decision.work.seq.tokens)
         emitted, reason = _cut(seq, decision.emitted)
         tested = decision.tested[: len(emitted)]
@@ -235,9 +273,9 @@ class TargetEngine:
             num_accepted=min(decision.num_accepted, len(emitted)),
             token_ids=tuple(emitted),
             finish_reason=reason,
-            lookahead=seq.lookahead,
+            lookahead=seq.told_lookahead,
             step_id=self._step_id,
-            timing=_timing(seq, now),
+            timing=_timing(seq, now, waited),
             num_stale=sum(stale),
             stale=stale,
             batch_size=batch_size,
@@ -277,11 +315,11 @@ def _cut(seq: Sequence, emitted: list[int]) -> tuple[list[int], FinishReason | N
     return emitted, None
 
 
-def _timing(seq: Sequence, now: float) -> VerdictTiming:
+def _timing(seq: Sequence, now: float, waited: float) -> VerdictTiming:
     """Where the time went since the last decision, or since arrival; without a gap between."""
     before, seq.decided_at = seq.decided_at, now
     if before is not None:
-        return VerdictTiming(step_seconds=now - before)
+        return VerdictTiming(step_seconds=now - before, waited_seconds=waited)
     started = now if seq.started_at is None else seq.started_at
     return VerdictTiming(started - seq.opened_at, now - started)
 

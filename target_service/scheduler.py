@@ -5,7 +5,12 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from common.engine.block_manager import BlockManager
+from target_service.cost import Shape
+from target_service.goodput import DraftPolicy, Fixed
 from target_service.sequence import Draft, Sequence
+
+MIN_PROMPT_ROWS = 16
+"""A prompt gets on by so many rows in a step at least, however short the time for it."""
 
 
 @dataclass(frozen=True)
@@ -15,6 +20,7 @@ class SchedulerConfig:
     max_running: int = 64  # sequences that take part in steps
     max_rows: int = 512  # rows of one step: decoding, drafted and prompt rows together
     max_waiting: int = 1024  # sequences in the queue
+    prefill_seconds: float = 0.05  # what prompts may add to a step that others decode in
 
 
 @dataclass
@@ -36,6 +42,11 @@ class Work:
         return self.num_committed + len(self.run)
 
     @property
+    def work(self) -> float:
+        """Positions that the rows attend to, summed."""
+        return self.num_rows * (self.seq.num_cached + self.num_rows)
+
+    @property
     def rows(self) -> list[int]:
         """Token ids of the rows, in order."""
         first = self.seq.num_cached
@@ -45,8 +56,11 @@ class Work:
 class Scheduler:
     """First come, first served within a priority; preempts by recomputation, newest first."""
 
-    def __init__(self, config: SchedulerConfig, blocks: BlockManager) -> None:
+    def __init__(
+        self, config: SchedulerConfig, blocks: BlockManager, policy: DraftPolicy | None = None
+    ) -> None:
         self._config = config
+        self.policy: DraftPolicy = policy or Fixed()
         self._blocks = blocks
         self.waiting: list[Sequence] = []  # in order of admission
         self.running: list[Sequence] = []  # in order of admission
@@ -77,18 +91,29 @@ class Scheduler:
         """
         self.preempted = []
         self._admit()
-        budget = self._config.max_rows
+        budget, prompt_budget = self._config.max_rows, self._prompt_budget()
         plan: dict[int, Work] = {}
         for seq in sorted(self.running, key=lambda s: not s.decoding):
             num = min(seq.num_missing, budget)
+            if not seq.decoding:
+                num = min(num, prompt_budget)
             if seq not in self.running or num == 0:  # it may have made room for an older one
                 continue
             if self._make_room(seq, seq.num_cached + num, plan):
                 plan[seq.sid] = Work(seq, num)
                 budget -= num
-        for work in plan.values():
-            budget -= self._add_run(work, budget)
-        return list(plan.values())
+                prompt_budget -= 0 if seq.decoding else num
+        works = list(plan.values())
+        self._add_runs(works, budget)
+        return works
+
+    def _prompt_budget(self) -> int:
+        """Rows of prompts in the next step: while others decode, what fits the time for it."""
+        reading = [s for s in self.running if not s.decoding]
+        if not reading or len(reading) == len(self.running):
+            return self._config.max_rows
+        num = self.policy.num_prompt_rows(self._config.prefill_seconds, reading[0].num_cached)
+        return max(MIN_PROMPT_ROWS, num)
 
     def _admit(self) -> None:
         """Move sequences from the queue while the cache holds them whole, and a token more.
@@ -129,13 +154,22 @@ class Scheduler:
         self.num_preemptions += 1
         self.preempted.append(seq.sid)
 
-    def _add_run(self, work: Work, budget: int) -> int:
-        """Add as many drafted rows as budget and free blocks allow; returns their number."""
-        seq = work.seq
-        num = min(seq.run_len(), budget) if work.decides and seq.chain else 0
-        while num and not self._blocks.reserve(seq.sid, len(seq.tokens) + num):
-            num -= 1
-        if num and seq.chain:
-            work.run = seq.chain.drafts[:num]
-            seq.num_in_pass = num
-        return num
+    def _add_runs(self, works: list[Work], budget: int) -> None:
+        """Add the drafted rows that the policy wants, as budget and free blocks allow."""
+        deciding = [w for w in works if w.decides]
+        nums = self.policy.runs([w.seq for w in deciding], shape_of(works))
+        for work, wanted in zip(deciding, nums.tolist(), strict=True):
+            seq, num = work.seq, min(wanted, budget)
+            while num and not self._blocks.reserve(seq.sid, len(seq.tokens) + num):
+                num -= 1
+            if num and seq.chain:
+                work.run = seq.chain.drafts[:num]
+                seq.num_in_pass = num
+                budget -= num
+
+
+def shape_of(works: list[Work]) -> Shape:
+    """What the cost of a step depends on."""
+    num_logits = sum(1 + len(w.run) for w in works if w.decides)
+    num_rows = sum(w.num_rows for w in works)
+    return Shape(num_logits, num_rows - num_logits, sum(w.work for w in works))

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections import Counter
 from dataclasses import dataclass, field
 from typing import NamedTuple
@@ -56,6 +57,58 @@ class Chain:
         self.drafts.clear()
 
 
+class Acceptance:
+    """How often draft tokens were kept lately: old tests count less with every new one."""
+
+    def __init__(self, memory: float = 0.85) -> None:
+        self._memory = memory
+        self._num_tested = self._num_kept = 0.0
+        self.kept_last = False  # whether the last one tested was kept
+
+    def learn(self, num_tested: int, num_accepted: int) -> None:
+        """A run was tested: the first num_accepted were kept, one more at most was not."""
+        for kept in [True] * num_accepted + [False] * (num_tested - num_accepted):
+            self._num_tested = self._memory * self._num_tested + 1
+            self._num_kept = self._memory * self._num_kept + kept
+            self.kept_last = kept
+
+    def rate(self, prior: float) -> float:
+        """The chance that the next one is kept; the prior counts as one test."""
+        return (self._num_kept + prior) / (self._num_tested + 1)
+
+
+class Arrivals:
+    """When a draft's tokens come. All in monotonic seconds of this process."""
+
+    def __init__(self) -> None:
+        self.turnaround: float | None = None  # from a decision to the first token of a chain
+        self.spacing: float | None = None  # between pieces of one chain
+        self.chance = 0.5  # that a decision that leaves no draft token is followed by one
+        self.last_at = 0.0  # of any piece
+        self._awaited = False
+
+    def decided(self, num_left: int) -> None:
+        """A decision leaves so many draft tokens waiting."""
+        if self._awaited:  # nothing has come since the last one
+            self.chance *= 0.8
+        self._awaited = num_left == 0
+
+    def arrived(self, at: float, decided_at: float | None, goes_on: bool) -> None:
+        """A piece that continues what is decided (or the chain, which was free to go on)."""
+        if self._awaited and decided_at is not None:
+            self.turnaround = _blend(self.turnaround, at - decided_at)
+        elif goes_on:
+            self.spacing = _blend(self.spacing, at - self.last_at)
+        if self._awaited:
+            self.chance = 0.8 * self.chance + 0.2
+        self._awaited = False
+        self.last_at = at
+
+
+def _blend(old: float | None, new: float) -> float:
+    return new if old is None else 0.8 * old + 0.2 * new
+
+
 @dataclass(eq=False)
 class Sequence:
     """The token stream of one request.
@@ -69,7 +122,8 @@ class Sequence:
     num_prompt: int
     tokens: list[int]  # committed: prompt and decided tokens; grown by the engine's commit
     max_len: int  # prompt and max_tokens, within the context; set at open
-    lookahead: int
+    lookahead: int  # the request's own; set at open
+    told_lookahead: int  # what the draft may be ahead now; set by the draft policy
     priority: int
     stop_ids: frozenset[int]
     opened_at: float  # monotonic seconds, when the service heard of it
@@ -82,6 +136,11 @@ class Sequence:
     num_tested: int = 0  # draft tokens, ever; grown by the engine before `settle`
     num_stale: int = 0  # draft tokens found stale, ever
     num_preemptions: int = 0  # since the last verdict; grown by the scheduler
+    deadline: float = math.inf  # monotonic; set at open
+    num_wanted: int = 0  # draft tokens worth testing in a step; the draft policy's
+    num_steps_untested: int = 0  # decisions since a draft token was tested; the draft policy's
+    acceptance: Acceptance = field(default_factory=Acceptance)
+    arrivals: Arrivals = field(default_factory=Arrivals)
     fresh_stale: Counter[str] = field(default_factory=Counter)  # since the last `take_stale`
 
     @classmethod
@@ -96,10 +155,13 @@ class Sequence:
             tokens=list(o.token_ids),
             max_len=min(o.num_prompt + o.sampling.max_tokens, context_len),
             lookahead=o.lookahead,
+            told_lookahead=o.lookahead,
+            num_wanted=o.lookahead,
             priority=o.priority,
             stop_ids=frozenset(o.sampling.stop_token_ids)
             | (frozenset() if o.sampling.ignore_eos else frozenset(eos)),
             opened_at=opened_at,
+            deadline=math.inf if o.timeout_seconds is None else opened_at + o.timeout_seconds,
         )
 
     @property
@@ -112,6 +174,11 @@ class Sequence:
         """Whether the next row decides a token."""
         return self.num_missing == 1
 
+    @property
+    def room(self) -> int:
+        """How many draft tokens can be of use before the end."""
+        return max(0, self.max_len - len(self.tokens) - 1)
+
     def run_len(self) -> int:
         """How many waiting draft tokens are worth a row.
 
@@ -119,8 +186,7 @@ class Sequence:
         """
         if self.chain is None:
             return 0
-        room = self.max_len - len(self.tokens) - 1
-        return max(0, min(len(self.chain.drafts), self.lookahead, room))
+        return min(len(self.chain.drafts), self.lookahead, self.room)
 
     def offer(self, p: Proposal, vocab_size: int) -> None:
         """Take in a piece of a chain; what does not continue the committed prefix is dropped."""
@@ -148,6 +214,11 @@ class Sequence:
             self.kill_chain("diverged")
             self._drop("diverged", num - num_late)
             return
+        if num > num_decided and p.arrived_at:
+            num_ahead = p.start - len(self.tokens)
+            self.arrivals.arrived(
+                p.arrived_at, self.decided_at, goes_on=0 < num_ahead < self.told_lookahead
+            )
         dists = p.distributions or (None,) * num
         chain.drafts += [
             Draft(token, dist, p.arrived_at, p.traceparent)
@@ -167,6 +238,7 @@ class Sequence:
         self.tokens += emitted
         self.num_in_pass = 0
         if (chain := self.chain) is None:
+            self.arrivals.decided(0)
             return
         num = min(len(chain.drafts), len(emitted))
         agrees = [d.token for d in chain.drafts[:num]] == emitted[:num]
@@ -180,6 +252,7 @@ class Sequence:
         num_late = min(lost, num) if agrees else 0
         self._drop("late", num_late)
         self._drop("diverged", lost - num_late)
+        self.arrivals.decided(len(chain.drafts))
 
     def kill_chain(self, cause: str) -> None:
         """Drop what waits, but for what the step under way tests: `settle` accounts for that."""

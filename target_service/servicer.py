@@ -21,9 +21,11 @@ from common.telemetry import Tracing
 from common.types import Verdict
 from target_service.config import TargetConfig
 from target_service.engine import TargetEngine
+from target_service.goodput import Fixed, Goodput, Objective
 from target_service.metrics import TargetMetrics
 from target_service.scheduler import SchedulerConfig
 from target_service.spans import TargetSpans
+from target_service.warmup import measure
 
 
 class TargetServicer(target_pb2_grpc.TargetServiceServicer):
@@ -78,12 +80,18 @@ SERVICE_NAMES = (pb.DESCRIPTOR.services_by_name["TargetService"].full_name,)
 async def start(config: TargetConfig, tracing: Tracing, server: grpc.aio.Server) -> EngineHost:
     """Load the model, add the servicer and begin stepping."""
     loaded = await asyncio.to_thread(load, config)
+    blocks = BlockManager(loaded.num_blocks, loaded.info.block_size)
+    cost = await asyncio.to_thread(measure, loaded.model, blocks, config.max_rows)
+    fixed = config.objective == "fixed"
     engine = TargetEngine(
         loaded.model,
-        BlockManager(loaded.num_blocks, loaded.info.block_size),
+        blocks,
         eos_token_ids=loaded.info.eos_token_ids,
-        config=SchedulerConfig(config.max_running, config.max_rows, config.max_waiting),
+        config=SchedulerConfig(
+            config.max_running, config.max_rows, config.max_waiting, config.prefill_ms / 1e3
+        ),
         noise=loaded.noise,
+        policy=Fixed() if fixed else Goodput(cost, Objective(config.objective)),
     )
     metrics = Metrics(config.name, config.pool)
     watch_spans(metrics, tracing)

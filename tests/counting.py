@@ -19,6 +19,7 @@ from common.types import (
 )
 from draft_service.sequence import DraftSequence
 from target_service.engine import TargetEngine
+from target_service.goodput import DraftPolicy
 from target_service.scheduler import SchedulerConfig
 from tests.driver import HookedModel
 from tests.models import TableModel
@@ -60,12 +61,17 @@ class House:
         num_blocks: int = 64,
         without_numbers: tuple[int, ...] = (),
         eos: tuple[int, ...] = (),
-        **limits: int,
+        policy: DraftPolicy | None = None,
+        **limits: Any,
     ) -> None:
         self.model = HookedModel(TableModel(counting_table(without_numbers)))
         self.blocks = BlockManager(num_blocks, 4)
         self.engine = TargetEngine(
-            self.model, self.blocks, eos_token_ids=eos, config=SchedulerConfig(**limits)
+            self.model,
+            self.blocks,
+            eos_token_ids=eos,
+            config=SchedulerConfig(**limits),
+            policy=policy,
         )
         self.text: dict[int, list[int]] = {}
         self.last: dict[int, Verdict] = {}

@@ -47,6 +47,9 @@ class EchoEngine:
     def has_work(self) -> bool:
         return bool(self._inbox)
 
+    def hold_seconds(self) -> float:
+        return 0.0
+
     def num_live(self) -> int:
         return len(self.live)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from typing import Any
 
 import grpc
@@ -177,3 +178,34 @@ def test_an_accepted_run_is_cut_before_a_row_without_numbers() -> None:
     house.step()
     assert _error(house, 1).code == INTERNAL
     house.finish()
+
+
+# -- time ------------------------------------------------------------------------------
+
+
+def test_a_sequence_whose_time_is_over_ends_and_the_others_go_on() -> None:
+    house = House()
+    now = time.monotonic()
+    house.submit(open_sequence(1, timeout_seconds=0.0), open_sequence(2))
+    house.submit(open_sequence(3, timeout_seconds=60.0, arrived_at=now))
+    house.submit(open_sequence(4, timeout_seconds=60.0, arrived_at=now - 61.0))
+    house.finish()
+    for sid in (1, 4):
+        error = house.last[sid].error
+        assert error is not None
+        assert error.code == grpc.StatusCode.DEADLINE_EXCEEDED.value[0]
+        assert house.text[sid] == []
+    assert len(house.text[2]) == len(house.text[3]) == 20
+
+
+def test_time_may_run_out_in_mid_text() -> None:
+    house = House()
+    house.submit(open_sequence(1, timeout_seconds=0.03), open_sequence(2))
+    house.step()
+    time.sleep(0.04)
+    house.finish()
+    error = house.last[1].error
+    assert error is not None
+    assert error.reason == "TIMED_OUT"
+    assert house.text[1] == [4]
+    assert len(house.text[2]) == 20

@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+from typing import Any
+
+import numpy as np
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
 from common.engine.block_manager import BlockManager
 from common.types import ChainId, OpenSequence, Proposal, SamplingParams
-from target_service.scheduler import Scheduler, SchedulerConfig, Work
+from target_service.cost import Shape, StepCost
+from target_service.goodput import DraftPolicy, Goodput, Objective
+from target_service.scheduler import MIN_PROMPT_ROWS, Scheduler, SchedulerConfig, Work
 from target_service.sequence import Sequence
 
 BLOCK = 4
@@ -17,9 +22,11 @@ BLOCK = 4
 class House:
     """A scheduler, its blocks, and steps without a model: every decision is token 7."""
 
-    def __init__(self, num_blocks: int = 100, **limits: int) -> None:
+    def __init__(
+        self, num_blocks: int = 100, policy: DraftPolicy | None = None, **limits: Any
+    ) -> None:
         self.blocks = BlockManager(num_blocks, BLOCK)
-        self.scheduler = Scheduler(SchedulerConfig(**limits), self.blocks)
+        self.scheduler = Scheduler(SchedulerConfig(**limits), self.blocks, policy)
 
     def add(self, sid: int, length: int = 4, priority: int = 0, max_tokens: int = 50) -> Sequence:
         params = SamplingParams(max_tokens=max_tokens)
@@ -106,6 +113,24 @@ def test_a_prompt_is_read_in_chunks_and_decoding_goes_first() -> None:
     assert _rows(house.step()) == {1: (1, 0), 2: (5, 0)}
     assert _rows(house.step()) == {1: (1, 0), 2: (5, 0)}
     assert _rows(house.step()) == {1: (1, 0), 2: (1, 0)}
+
+
+def test_beside_decoding_a_prompt_gets_the_rows_that_fit_the_time_for_it() -> None:
+    cost = StepCost(np.array([1, 2]), np.ones(2), prompt_row=0.001, position=0.0)
+    policy = Goodput(cost, Objective.LATENCY)
+    house = House(prefill_seconds=0.03, policy=policy)
+    house.add(1, length=100)
+    assert _rows(house.step()) == {1: (100, 0)}  # alone: as many as there are
+    house.add(2, length=80)
+    house.add(3, length=20)
+    assert _rows(house.step()) == {1: (1, 0), 2: (30, 0)}
+    assert _rows(house.step()) == {1: (1, 0), 2: (30, 0)}
+    assert _rows(house.step()) == {1: (1, 0), 2: (20, 0), 3: (10, 0)}
+    for _ in range(300):
+        cost.observe(Shape(2, 1000), 100.0)  # a slow day: hardly anything fits
+    house.add(4, length=80)
+    assert _rows(house.step())[3] == (10, 0)
+    assert _rows(house.step())[4] == (MIN_PROMPT_ROWS, 0)
 
 
 def test_drafts_get_what_prompts_leave() -> None:
