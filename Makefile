@@ -10,7 +10,7 @@ TORCH ?= cpu
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
 
-.PHONY: help install demo test test-all check proto bench-throughput bench-tracing clean
+.PHONY: help install demo test test-all check proto bench-throughput bench-goodput bench-tracing clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 20
@@ -49,6 +49,9 @@ proto: install  ## generate code from protos/
 
 bench-throughput: install  ## tokens per second, drafted and undrafted, next to transformers
 	$(BIN)/python -m tests.benchmarks.throughput
+
+bench-goodput: install  ## drafted against undrafted, for good, mediocre and wrong drafts, 1 to 32 requests
+	$(BIN)/python -m tests.benchmarks.goodput
 
 bench-tracing: install  ## tokens per second with tracing off, unsampled, sampled, into a black hole
 	$(BIN)/python -m tests.benchmarks.tracing

@@ -96,6 +96,12 @@ CHAIN_EPOCH = _int("tandem.chain.epoch", "which attachment of a draft the chain 
 CHAIN_SERIAL = _int("tandem.chain.serial", "which chain of that attachment")
 BASE_LEN = _int("tandem.chain.base_len", "committed length that the chain starts from")
 START = _int("tandem.proposal.start", "absolute position of the first token")
+WAITED = _float(
+    "tandem.waited_seconds", "how long the step was held back for draft tokens, if it was", False
+)
+TOLD_LOOKAHEAD = _int(
+    "tandem.told_lookahead", "how far the draft may be ahead from now on; 0: it pauses", False
+)
 QUEUE = _float("tandem.queue_seconds", "from arrival at the target to the first step")
 PREFILL = _float("tandem.prefill_seconds", "from the first step to the first token")
 STEPS = _float(
@@ -236,6 +242,8 @@ SPANS: tuple[Span, ...] = (
             NUM_STALE,
             TOKEN_IDS,
             PROPOSAL_WAIT,
+            WAITED,
+            TOLD_LOOKAHEAD,
         ),
     ),
     Span(

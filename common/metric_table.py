@@ -99,6 +99,14 @@ METRICS: tuple[Metric, ...] = (
         {"position": POSITIONS},
     ),
     Metric(
+        "spec_decode_num_paused_total", _C, TARGET,
+        "Verdicts that told a draft to pause: drafting does not pay, or the request forbids it.",
+    ),
+    Metric(
+        "draft_wait_seconds_total", _C, TARGET,
+        "Time that steps were held back for draft tokens, with one sequence running.",
+    ),
+    Metric(
         "stale_proposals_total", _C, TARGET,
         "Draft tokens dropped untested. late: the same token was decided before;"
         " diverged: it or one before it differs from what was decided;"

@@ -68,6 +68,8 @@ class TargetMetrics:
             if v.num_stale:
                 stale = StaleCounts(*map(operator.add, stale, v.stale))
         add("committed_tokens_total", sum(len(v.token_ids) for v in verdicts))
+        add("spec_decode_num_paused_total", sum(v.lookahead == 0 for v in verdicts if v.token_ids))
+        add("draft_wait_seconds_total", sum(v.timing.waited_seconds for v in verdicts))
         add("spec_decode_num_drafts_total", sum(v.num_tested > 0 for v in verdicts))
         add("spec_decode_num_draft_tokens_total", sum(v.num_tested for v in verdicts))
         add("spec_decode_num_accepted_tokens_total", sum(v.num_accepted for v in verdicts))

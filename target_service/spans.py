@@ -130,6 +130,9 @@ def _tell_verify(parent: Span, v: Verdict, result: StepResult) -> str:
     span.put(names.NUM_ACCEPTED, v.num_accepted)
     span.put(names.NUM_STALE, v.num_stale)
     span.put(names.TOKEN_IDS, v.token_ids)
+    span.put(names.TOLD_LOOKAHEAD, v.lookahead)
+    if v.timing.waited_seconds:
+        span.put(names.WAITED, v.timing.waited_seconds)
     if cause is not None and cause.arrived_at is not None:
         span.put(names.PROPOSAL_WAIT, max(0.0, info.began - cause.arrived_at))
     span.end(info.ended)
