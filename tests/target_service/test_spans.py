@@ -39,8 +39,8 @@ def test_a_sequence() -> None:
     assert told.verdicts[0].traceparent
     assert replace(told.verdicts[0], traceparent="") == first
     last = Verdict(
-        1, 4, 2, 1, (9, 9), finish_reason=FinishReason.LENGTH, num_stale=3,
-        timing=VerdictTiming(step_seconds=1.0),
+        1, 4, 2, 1, (9, 9), finish_reason=FinishReason.LENGTH, num_stale=3, lookahead=5,
+        timing=VerdictTiming(step_seconds=1.0, waited_seconds=0.125),
     )  # fmt: skip
     cause = Cause(101.75, (CALLER,))
     watching.stepped(_step(2, last, causes={1: cause}))
@@ -56,6 +56,7 @@ def test_a_sequence() -> None:
     assert attributes(two) == {
         "step.id": 2, "step.batch_size": 2, "step.rows": 9, "committed_len": 4, "num_tested": 2,
         "num_accepted": 1, "num_stale": 3, "token_ids": (9, 9), "proposal.wait_seconds": 0.25,
+        "told_lookahead": 5, "waited_seconds": 0.125,
     }  # fmt: skip
     found = attributes(sequence)
     assert found["finish_reason"] == "length"
