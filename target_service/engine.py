@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from dataclasses import replace
 
+from common.engine.adjustments import check_ids, end_ids_of
 from common.engine.block_manager import BlockManager
 from common.engine.noise import GumbelNoise, Noise
 from common.engine.paged_model import LanguageModel
@@ -55,7 +57,7 @@ class TargetEngine:
     ) -> None:
         self._model = model
         self._blocks = blocks
-        self._eos = eos_token_ids
+        self._eos = tuple(t for t in eos_token_ids if t < model.vocab_size)
         self._noise = noise or GumbelNoise()
         self.scheduler = Scheduler(config or SchedulerConfig(), blocks)
         self._inbox: deque[TargetEvent] = deque()  # filled by submit, on any thread
@@ -169,6 +171,7 @@ class TargetEngine:
                 f"is {event.sampling.max_tokens}, and as many are decided already",
                 field="sampling.max_tokens",
             )
+        check_ids(event.sampling, end_ids_of(event.sampling, self._eos), self._model.vocab_size)
         longest = min(event.num_prompt + event.sampling.max_tokens, context_len) - 1
         if longest > self._blocks.capacity:
             raise CapacityError(
@@ -207,8 +210,7 @@ class TargetEngine:
             if decision.emitted:
                 verdicts.append(self._commit_one(decision, now, batch_size))
             else:
-                error = InternalFaultError("the model yielded no finite logits")
-                verdicts.append(_failure(seq.sid, len(seq.tokens), error))
+                verdicts.append(_no_numbers(seq))
             if verdicts[-1].ended:
                 del self._sequences[seq.sid]
                 self.scheduler.remove(seq)
@@ -228,12 +230,15 @@ class TargetEngine:
         self._blocks.truncate(seq.sid, seq.num_cached)
         stale = seq.take_stale()
         num_preemptions, seq.num_preemptions = seq.num_preemptions, 0
+        logprobs = decision.logprobs.first(len(emitted))
         return Verdict(
             sequence_id=seq.sid,
             committed_len=committed_len,
             num_tested=num_tested,
             num_accepted=min(decision.num_accepted, len(emitted)),
             token_ids=tuple(emitted),
+            logprobs=logprobs.chosen,
+            top_logprobs=logprobs.top,
             finish_reason=reason,
             lookahead=seq.lookahead,
             step_id=self._step_id,
@@ -284,6 +289,15 @@ def _timing(seq: Sequence, now: float) -> VerdictTiming:
         return VerdictTiming(step_seconds=now - before)
     started = now if seq.started_at is None else seq.started_at
     return VerdictTiming(started - seq.opened_at, now - started)
+
+
+def _no_numbers(seq: Sequence) -> Verdict:
+    """The end of a sequence whose next row has no finite logit, draft tokens accounted for."""
+    seq.abandon()
+    stale = seq.take_stale()
+    error = InternalFaultError("the model yielded no finite logits, or sampling left none")
+    failure = _failure(seq.sid, len(seq.tokens), error)
+    return replace(failure, num_stale=sum(stale), stale=stale)
 
 
 def _failure(sid: int, committed_len: int, error: TandemError) -> Verdict:
