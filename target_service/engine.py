@@ -9,7 +9,6 @@ from __future__ import annotations
 
 import time
 from collections import deque
-from dataclasses import replace
 
 from common.engine.adjustments import check_ids, end_ids_of
 from common.engine.block_manager import BlockManager
@@ -23,6 +22,7 @@ from common.errors import (
     sequence_error,
 )
 from common.types import (
+    NONE_STALE,
     Cause,
     CloseSequence,
     EngineStatus,
@@ -30,6 +30,7 @@ from common.types import (
     OpenSequence,
     Progress,
     Proposal,
+    StaleCounts,
     StepInfo,
     StepResult,
     TargetEvent,
@@ -210,7 +211,8 @@ class TargetEngine:
             if decision.emitted:
                 verdicts.append(self._commit_one(decision, now, batch_size))
             else:
-                verdicts.append(_no_numbers(seq))
+                error = InternalFaultError("the model and its sampler left no finite logits")
+                verdicts.append(_failure(seq.sid, len(seq.tokens), error, seq.abandon()))
             if verdicts[-1].ended:
                 del self._sequences[seq.sid]
                 self.scheduler.remove(seq)
@@ -291,14 +293,8 @@ def _timing(seq: Sequence, now: float) -> VerdictTiming:
     return VerdictTiming(started - seq.opened_at, now - started)
 
 
-def _no_numbers(seq: Sequence) -> Verdict:
-    """The end of a sequence whose next row has no finite logit, draft tokens accounted for."""
-    seq.abandon()
-    stale = seq.take_stale()
-    error = InternalFaultError("the model yielded no finite logits, or sampling left none")
-    failure = _failure(seq.sid, len(seq.tokens), error)
-    return replace(failure, num_stale=sum(stale), stale=stale)
-
-
-def _failure(sid: int, committed_len: int, error: TandemError) -> Verdict:
-    return Verdict(sid, committed_len, 0, 0, (), error=sequence_error(error))
+def _failure(
+    sid: int, committed_len: int, error: TandemError, stale: StaleCounts = NONE_STALE
+) -> Verdict:
+    told = sequence_error(error)
+    return Verdict(sid, committed_len, 0, 0, (), error=told, num_stale=sum(stale), stale=stale)

@@ -198,12 +198,13 @@ class Sequence:
             self.num_in_pass = 0
             self.chain.kill(self.chain.cause or cause)
 
-    def abandon(self) -> None:
-        """Nothing more will be decided: what waits and what the pass was to test is stale."""
+    def abandon(self) -> StaleCounts:
+        """No more is decided: what waits, and what the pass was to test, is stale; `take_stale`."""
         self._drop("finished", self.num_received - self.num_tested - self.num_stale)
         self.num_in_pass = 0
         if self.chain is not None:
             self.chain.kill(self.chain.cause or "finished")
+        return self.take_stale()
 
     def take_stale(self) -> StaleCounts:
         """Draft tokens that were dropped untested since the last call, by cause."""

@@ -37,9 +37,7 @@ def _oracle(logits: FloatArray, p: SamplingParams, prompt: Tokens, output: Token
     for token in range(V):
         if token in prompt + output:
             x[token] = (
-                x[token] / p.repetition_penalty
-                if x[token] > 0
-                else x[token] * p.repetition_penalty
+                x[token] / p.repetition_penalty if x[token] > 0 else x[token] * p.repetition_penalty
             )
         if token in output:
             x[token] -= p.presence_penalty + p.frequency_penalty * output.count(token)

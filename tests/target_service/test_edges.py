@@ -27,7 +27,7 @@ from target_service.engine import TargetEngine
 from tests.counting import CountingDrafter
 from tests.driver import Driver, HookedModel, Script
 from tests.models import CONTEXT, VOCAB, TableModel, paged
-from tests.params import EOS
+from tests.params import EOS, VARIANTS
 
 PROMPT = (5, 17, 40, 8, 17)
 LOOKAHEAD = 8
@@ -193,10 +193,11 @@ def test_an_end_is_cut_to_the_token(ends_by: str, kind: str, index: int) -> None
 @pytest.mark.parametrize("min_tokens", [0, 1, 5, 8, 9, 13, 19])
 def test_min_tokens_holds_an_eager_end_back(min_tokens: int, kind: str, end: str) -> None:
     """The end is the likeliest token at every position: it comes as soon as it may."""
-    ends = {"stop_token_ids": (EOS,), "ignore_eos": True} if end == "stop id" else {}
-    eager = {"logit_bias": ((EOS, 100.0),), "min_tokens": min_tokens}
+    eager: dict[str, Any] = {"logit_bias": ((EOS, 100.0),), "min_tokens": min_tokens}
+    if end == "stop id":
+        eager |= {"stop_token_ids": (EOS,), "ignore_eos": True}
     for temperature in (0.0, 1.0):
-        driver = _drafted(_open(temperature=temperature, **eager, **ends), kind)
+        driver = _drafted(_open(temperature=temperature, **eager), kind)
         text = driver.texts[1]
         assert text.index(EOS) == len(text) - 1 == min_tokens
         assert driver.verdicts[1][-1].finish_reason is FinishReason.STOP_TOKEN
@@ -269,3 +270,24 @@ def test_heats_do_not_mix() -> None:
     assert opens[1].sampling.rule is Rule.GREEDY
     for make in (None, lambda: Knowing(texts, WRONG["some wrong"])):
         assert _run(opens, make).texts == texts
+
+
+@pytest.mark.parametrize("temperature", [0.0, 0.7])
+@pytest.mark.parametrize("kind", ["right", "some wrong", "own"])
+def test_every_parameter_in_one_batch(kind: str, temperature: float) -> None:
+    """Each sequence has its own; each text is as alone and undrafted."""
+    shared = {"temperature": temperature, "seed": 11}
+    opens = [_open(i, **{**shared, **kwargs}) for i, kwargs in enumerate(VARIANTS.values())]
+    texts = {o.sequence_id: _text(o) for o in opens}
+    assert len({tuple(text) for text in texts.values()}) > len(texts) / 2
+
+    def make() -> Drafter:
+        if kind == "own":
+            blocks = BlockManager(128, 16)
+            return ModelDrafter(paged("llama", "draft"), blocks, eos_token_ids=(EOS,))
+        return Knowing(texts, WRONG[kind])
+
+    driver = _run(opens, make)
+    assert driver.texts == texts
+    if kind != "some wrong":
+        assert driver.counts["accepted"] == driver.counts["tested"] > 0

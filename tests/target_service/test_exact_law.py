@@ -193,7 +193,7 @@ def _law_of(params: SamplingParams, output: Tokens = ()) -> dict[Tokens, float]:
     ended = output and output[-1] in EOS and not params.ignore_eos
     if ended or len(output) == LENGTH:
         return {output: 1.0}
-    law = {}
+    law: dict[Tokens, float] = {}
     for token, p in enumerate(_next_p(params, output)):
         if p > 0:
             law |= {t: p * rest for t, rest in _law_of(params, (*output, token)).items()}
