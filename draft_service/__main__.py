@@ -39,6 +39,7 @@ def make_model(config: DraftConfig) -> tuple[Drafter, ModelInfo]:
     drafter = ModelDrafter(
         loaded.model,
         blocks,
+        eos_token_ids=loaded.info.eos_token_ids,
         max_rows=config.max_rows,
         support=config.support,
         noise=loaded.noise,

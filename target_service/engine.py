@@ -10,6 +10,7 @@ from __future__ import annotations
 import time
 from collections import deque
 
+from common.engine.adjustments import check_ids, end_ids_of
 from common.engine.block_manager import BlockManager
 from common.engine.noise import GumbelNoise, Noise
 from common.engine.paged_model import LanguageModel
@@ -22,6 +23,7 @@ from common.errors import (
     sequence_error,
 )
 from common.types import (
+    NONE_STALE,
     Cause,
     CloseSequence,
     EngineStatus,
@@ -29,6 +31,7 @@ from common.types import (
     OpenSequence,
     Progress,
     Proposal,
+    StaleCounts,
     StepInfo,
     StepResult,
     TargetEvent,
@@ -58,7 +61,7 @@ class TargetEngine:
     ) -> None:
         self._model = model
         self._blocks = blocks
-        self._eos = eos_token_ids
+        self._eos = tuple(t for t in eos_token_ids if t < model.vocab_size)
         self._noise = noise or GumbelNoise()
         self.policy = policy or Fixed()
         self.scheduler = Scheduler(config or SchedulerConfig(), blocks, self.policy)
@@ -192,6 +195,7 @@ class TargetEngine:
                 f"is {event.sampling.max_tokens}, and as many are decided already",
                 field="sampling.max_tokens",
             )
+        check_ids(event.sampling, end_ids_of(event.sampling, self._eos), self._model.vocab_size)
         longest = min(event.num_prompt + event.sampling.max_tokens, context_len) - 1
         if longest > self._blocks.capacity:
             raise CapacityError(
@@ -243,8 +247,8 @@ class TargetEngine:
             if decision.emitted:
                 verdicts.append(self._commit_one(decision, now, batch_size, waited))
             else:
-                error = InternalFaultError("the model yielded no finite logits")
-                verdicts.append(_failure(seq.sid, len(seq.tokens), error))
+                error = InternalFaultError("the model and its sampler left no finite logits")
+                verdicts.append(_failure(seq.sid, len(seq.tokens), error, seq.abandon()))
             if verdicts[-1].ended:
                 del self._sequences[seq.sid]
                 self.scheduler.remove(seq)
@@ -266,12 +270,15 @@ class TargetEngine:
         self._blocks.truncate(seq.sid, seq.num_cached)
         stale = seq.take_stale()
         num_preemptions, seq.num_preemptions = seq.num_preemptions, 0
+        logprobs = decision.logprobs.first(len(emitted))
         return Verdict(
             sequence_id=seq.sid,
             committed_len=committed_len,
             num_tested=num_tested,
             num_accepted=min(decision.num_accepted, len(emitted)),
             token_ids=tuple(emitted),
+            logprobs=logprobs.chosen,
+            top_logprobs=logprobs.top,
             finish_reason=reason,
             lookahead=seq.told_lookahead,
             step_id=self._step_id,
@@ -324,5 +331,8 @@ def _timing(seq: Sequence, now: float, waited: float) -> VerdictTiming:
     return VerdictTiming(started - seq.opened_at, now - started)
 
 
-def _failure(sid: int, committed_len: int, error: TandemError) -> Verdict:
-    return Verdict(sid, committed_len, 0, 0, (), error=sequence_error(error))
+def _failure(
+    sid: int, committed_len: int, error: TandemError, stale: StaleCounts = NONE_STALE
+) -> Verdict:
+    told = sequence_error(error)
+    return Verdict(sid, committed_len, 0, 0, (), error=told, num_stale=sum(stale), stale=stale)

@@ -9,6 +9,7 @@ from typing import NamedTuple
 
 import numpy as np
 
+from common.engine.adjustments import Adjustments, end_ids_of
 from common.types import (
     Cause,
     ChainId,
@@ -126,6 +127,7 @@ class Sequence:
     told_lookahead: int  # what the draft may be ahead now; set by the draft policy
     priority: int
     stop_ids: frozenset[int]
+    adjustments: Adjustments | None  # of its logits; follows `tokens`
     opened_at: float  # monotonic seconds, when the service heard of it
     started_at: float | None = None  # first step's start, set by the engine
     decided_at: float | None = None  # last decision, set by the engine
@@ -148,6 +150,7 @@ class Sequence:
         cls, o: OpenSequence, eos: tuple[int, ...], context_len: int, opened_at: float
     ) -> Sequence:
         """A sequence as it was opened; the engine has checked that it fits."""
+        stop_ids = end_ids_of(o.sampling, eos)
         return cls(
             sid=o.sequence_id,
             params=o.sampling,
@@ -158,8 +161,8 @@ class Sequence:
             told_lookahead=o.lookahead,
             num_wanted=o.lookahead,
             priority=o.priority,
-            stop_ids=frozenset(o.sampling.stop_token_ids)
-            | (frozenset() if o.sampling.ignore_eos else frozenset(eos)),
+            stop_ids=stop_ids,
+            adjustments=Adjustments.of(o.sampling, o.token_ids, o.num_prompt, stop_ids),
             opened_at=opened_at,
             deadline=math.inf if o.timeout_seconds is None else opened_at + o.timeout_seconds,
         )
@@ -178,6 +181,11 @@ class Sequence:
     def room(self) -> int:
         """How many draft tokens can be of use before the end."""
         return max(0, self.max_len - len(self.tokens) - 1)
+
+    @property
+    def wants_logprobs(self) -> bool:
+        """Whether its tokens are told with their log probabilities."""
+        return self.params.num_logprobs is not None
 
     def run_len(self) -> int:
         """How many waiting draft tokens are worth a row.
@@ -236,6 +244,8 @@ class Sequence:
     def settle(self, emitted: list[int]) -> None:
         """Append what a step decided, and drop what it settled from the chain."""
         self.tokens += emitted
+        if self.adjustments is not None:
+            self.adjustments.append(emitted)
         self.num_in_pass = 0
         if (chain := self.chain) is None:
             self.arrivals.decided(0)
@@ -260,6 +270,14 @@ class Sequence:
             self._drop(cause, len(self.chain.drafts) - self.num_in_pass)
             self.num_in_pass = 0
             self.chain.kill(self.chain.cause or cause)
+
+    def abandon(self) -> StaleCounts:
+        """No more is decided: what waits, and what the pass was to test, is stale; `take_stale`."""
+        self._drop("finished", self.num_received - self.num_tested - self.num_stale)
+        self.num_in_pass = 0
+        if self.chain is not None:
+            self.chain.kill(self.chain.cause or "finished")
+        return self.take_stale()
 
     def take_stale(self) -> StaleCounts:
         """Draft tokens that were dropped untested since the last call, by cause."""

@@ -84,6 +84,7 @@ class TargetSpans:
         if entry is None:
             return v
         entry.ended = v.ended
+        entry.num_stale += v.num_stale  # of a failure too, which decided nothing
         if v.error is not None:
             entry.span.fail(v.error.message)
         if v.finish_reason is not None:
@@ -95,7 +96,6 @@ class TargetSpans:
         entry.num_steps += 1
         entry.num_tested += v.num_tested
         entry.num_accepted += v.num_accepted
-        entry.num_stale += v.num_stale
         entry.num_undrafted += v.num_tested == 0
         entry.steps_seconds += v.timing.step_seconds
         if entry.num_steps > MAX_ROUNDS:

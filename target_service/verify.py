@@ -14,12 +14,14 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from common.engine.adjustments import RowEdit, adjust_
 from common.engine.batch import RaggedBatch, Span, pack
 from common.engine.block_manager import BlockManager
 from common.engine.noise import Noise, NoiseKeys
-from common.engine.sampling import RowParams, log_probs, unusable_rows
-from common.types import BoolArray
+from common.engine.sampling import RowParams, log_probs, widened
+from common.types import BoolArray, IntArray
 from target_service.acceptance import NO_DRAFT, DraftRuns, accept
+from target_service.logprobs import Logprobs, logprobs_of
 from target_service.scheduler import Work
 from target_service.sequence import Draft
 
@@ -32,6 +34,7 @@ class Decision:
     emitted: list[int]  # empty if the model yielded no numbers
     tested: list[Draft]  # in order
     num_accepted: int
+    logprobs: Logprobs  # of emitted, if asked for
 
 
 def batch_of(plan: Many[Work], blocks: BlockManager, device: torch.device) -> RaggedBatch:
@@ -49,17 +52,20 @@ def batch_of(plan: Many[Work], blocks: BlockManager, device: torch.device) -> Ra
 def decide(plan: Many[Work], logits: Tensor, noise: Noise) -> list[Decision]:
     """Test every run against its logits, and what has arrived since for the row after it.
 
-    logits [R, V], rows of the deciding work in order.
+    logits [R, V], rows of the deciding work in order; used up: adjusted in place.
     """
     deciding = [w for w in plan if w.decides]
     if not deciding:
         return []
     drafts = [[*w.run, w.seq.late_draft(w.run)] for w in deciding]
     runs = _draft_runs(deciding, list(chain.from_iterable(drafts)))
+    x = widened(logits)
+    raw = {i: x[_rows(runs, i)].clone() for i, w in enumerate(deciding) if w.seq.wants_logprobs}
+    adjust_(x, _edits(deciding, runs))
     params = [w.seq.params for w in deciding]
-    log_p = log_probs(logits, RowParams.of(params, np.diff(runs.row_start)))
+    log_p = log_probs(x, RowParams.of(params, np.diff(runs.row_start)))
     accepted = accept(log_p, runs, noise)
-    num_usable = _leading_usable(unusable_rows(logits), runs)
+    num_usable = _leading_usable(_unusable(log_p, accepted.tokens), runs)
     decisions = []
     for i, work in enumerate(deciding):
         first = int(runs.row_start[i])
@@ -67,8 +73,26 @@ def decide(plan: Many[Work], logits: Tensor, noise: Noise) -> list[Decision]:
         emitted: list[int] = accepted.tokens[first : first + num].tolist()
         tested = [d for d in drafts[i][: min(int(accepted.num_tested[i]), num)] if d]
         num_accepted = min(int(accepted.num_accepted[i]), num)
-        decisions.append(Decision(work, emitted, tested, num_accepted))
+        logprobs = Logprobs()
+        if i in raw and emitted:
+            logprobs = logprobs_of(raw[i][:num], emitted, params[i].num_logprobs or 0)
+        decisions.append(Decision(work, emitted, tested, num_accepted, logprobs))
     return decisions
+
+
+def _rows(runs: DraftRuns, i: int) -> slice:
+    """The rows of the i-th sequence."""
+    return slice(int(runs.row_start[i]), int(runs.row_start[i + 1]))
+
+
+def _edits(deciding: Many[Work], runs: DraftRuns) -> dict[int, RowEdit]:
+    """What the text before each row, draft tokens included, makes of its logits."""
+    edits: dict[int, RowEdit] = {}
+    for first, work in zip(runs.row_start.tolist(), deciding, strict=False):
+        if (adjustments := work.seq.adjustments) is not None:
+            along = adjustments.edits_along([d.token for d in work.run])
+            edits |= {first + i: edit for i, edit in enumerate(along) if edit is not None}
+    return edits
 
 
 def _draft_runs(deciding: Many[Work], drafts: list[Draft | None]) -> DraftRuns:
@@ -85,6 +109,17 @@ def _draft_runs(deciding: Many[Work], drafts: list[Draft | None]) -> DraftRuns:
         keys=NoiseKeys(np.repeat(seeds, num_rows), positions),
         dists={i: d.dist for i, d in enumerate(drafts) if d and d.dist},
     )
+
+
+def _unusable(log_p: Tensor, tokens: IntArray) -> BoolArray:
+    """Rows whose token is none: NaN or an infinite logit makes every log p so. [R, V], [R] -> [R]
+
+    Only rows that decide a token need be right.
+    """
+    rows = torch.arange(len(tokens), device=log_p.device)
+    chosen = log_p[rows, torch.from_numpy(tokens).to(log_p.device)]
+    bad: BoolArray = (~torch.isfinite(chosen)).cpu().numpy()
+    return bad
 
 
 def _leading_usable(unusable: BoolArray, runs: DraftRuns) -> list[int]:

@@ -1,5 +1,6 @@
-"""Logits to p: the sampler's order is temperature, min_p, top_k, top_p.
+"""Logits to p: temperature, min_p, top_k, top_p, in this order.
 
+The sampler's first part, what the text so far makes of the logits, is in `adjustments.py`.
 Pure functions over rows; a row's result depends on nothing but its own logits and
 parameters. Every filter keeps what ties with the least likely token that it keeps, so the
 kept set never depends on an order among equals.
@@ -47,9 +48,9 @@ class RowParams:
 def log_probs(logits: Tensor, rows: RowParams) -> Tensor:
     """Log p of every row, -inf where a filter drops the token. [R, V] -> [R, V]
 
-    In float32 at least. Greedy rows come back as raw logits: only their argmax matters.
+    In float32 at least. Greedy rows come back as they are: only their argmax matters.
     """
-    x = logits.to(torch.promote_types(logits.dtype, torch.float32))
+    x = widened(logits)
     warm = np.flatnonzero(~rows.greedy)
     if warm.size == 0:
         return x
@@ -64,6 +65,11 @@ def log_probs(logits: Tensor, rows: RowParams) -> Tensor:
     x = x.clone() if x is logits else x
     x[torch.from_numpy(warm)] = y
     return x
+
+
+def widened(logits: Tensor) -> Tensor:
+    """The same numbers in float32 at least; the same tensor if they are. [R, V]"""
+    return logits.to(torch.promote_types(logits.dtype, torch.float32))
 
 
 def _column(values: FloatArray | IntArray, like: Tensor) -> Tensor:

@@ -2,25 +2,43 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 import torch
 from torch import Tensor
 
+from common.engine.adjustments import Adjustments, RowEdit, adjust_, end_ids_of
 from common.engine.batch import Span, pack
 from common.engine.block_manager import BlockManager
 from common.engine.noise import Domain, GumbelNoise, Noise, NoiseKeys
 from common.engine.paged_model import LanguageModel
-from common.engine.sampling import RowParams, likeliest, log_probs, sparsify, unusable_rows
+from common.engine.sampling import (
+    RowParams,
+    likeliest,
+    log_probs,
+    sparsify,
+    unusable_rows,
+    widened,
+)
 from common.errors import InvalidRequestError
-from common.types import Commit, EngineStatus, IntArray, OpenSequence, Proposal, Rule, SparseDist
+from common.types import (
+    Commit,
+    EngineStatus,
+    IntArray,
+    OpenSequence,
+    Proposal,
+    Rule,
+    SamplingParams,
+    SparseDist,
+)
 from draft_service.sequence import DraftSequence
 
 
 @dataclass(eq=False)
 class _Entry:
     seq: DraftSequence
+    adjustments: Adjustments | None  # of its logits; follows `seq.tokens`, chain included
     num_cached: int = 0  # tokens whose keys and values are in the cache
     broken: bool = False  # the model yielded no numbers; undrafted from then on
 
@@ -36,12 +54,14 @@ class ModelDrafter:
         model: LanguageModel,
         blocks: BlockManager,
         *,
+        eos_token_ids: tuple[int, ...] = (),
         max_rows: int = 512,
         support: int = 32,
         noise: Noise | None = None,
     ) -> None:
         self._model = model
         self._blocks = blocks
+        self._eos = eos_token_ids
         self._max_rows = max_rows
         self._support = support
         self._noise = noise or GumbelNoise()
@@ -57,14 +77,21 @@ class ModelDrafter:
                 field="input",
             )
         self._blocks.open(s.sequence_id)
-        self._entries[s.sequence_id] = _Entry(DraftSequence.of(s))
+        params = _within(s.sampling, self._model.vocab_size)
+        ends = end_ids_of(params, (t for t in self._eos if t < self._model.vocab_size))
+        adjustments = Adjustments.of(params, s.token_ids, s.num_prompt, ends)
+        self._entries[s.sequence_id] = _Entry(DraftSequence.of(s), adjustments)
         self._starved = False
 
     def commit(self, c: Commit) -> None:
         """See `Drafter`."""
         self._check(c.token_ids)
         entry = self._entries[c.sequence_id]
-        self._truncate(entry, min(entry.num_cached, entry.seq.commit(c)))
+        held = entry.seq.commit(c)
+        if entry.adjustments is not None:
+            entry.adjustments.truncate(held)
+            entry.adjustments.append(entry.seq.tokens[held:])
+        self._truncate(entry, min(entry.num_cached, held))
         self._starved = False
 
     def close(self, sid: int) -> None:
@@ -148,14 +175,16 @@ class ModelDrafter:
 
     def _draw(self, drawing: list[_Entry], logits: Tensor) -> list[Proposal]:
         """One token for each sequence. logits [N, V]"""
-        usable = np.flatnonzero(~unusable_rows(logits))
-        for i, entry in enumerate(drawing):
-            entry.broken = i not in usable
-        drawing = [drawing[i] for i in usable]
+        x = widened(logits)
+        adjust_(x, _edits(drawing))
         params = [e.seq.params for e in drawing]
-        log_q = log_probs(
-            logits[torch.from_numpy(usable)], RowParams.of(params, np.ones(len(params), np.int64))
-        )
+        log_q = log_probs(x, RowParams.of(params, np.ones(len(params), np.int64)))
+        unusable = unusable_rows(log_q)  # sampling may leave nothing of what was finite
+        for entry, broken in zip(drawing, unusable.tolist(), strict=True):
+            entry.broken = broken
+        usable = np.flatnonzero(~unusable)
+        drawing, params = [drawing[i] for i in usable], [params[i] for i in usable]
+        log_q = log_q[torch.from_numpy(usable)]
         keys = NoiseKeys(
             np.array([p.seed for p in params], np.uint64),
             np.array([len(e.seq.tokens) for e in drawing], np.int64),
@@ -175,6 +204,9 @@ class ModelDrafter:
             qs = sparsify(log_q[torch.from_numpy(rejection)], self._support)
             dists = dict(zip(rejection.tolist(), qs, strict=True))
             tokens[rejection] = self._sample(dists, keys[rejection], log_q.shape[1])
+        for entry, token in zip(drawing, tokens.tolist(), strict=True):
+            if entry.adjustments is not None:
+                entry.adjustments.append((token,))
         return [
             entry.seq.extend([int(tokens[i])], (dists[i],) if i in dists else ())
             for i, entry in enumerate(drawing)
@@ -187,3 +219,19 @@ class ModelDrafter:
             row[torch.from_numpy(dist.token_ids)] = torch.from_numpy(dist.probs).log()
         tokens: IntArray = self._noise.choose(keys, Domain.DRAFT, log_w).numpy()
         return tokens
+
+
+def _edits(drawing: list[_Entry]) -> dict[int, RowEdit]:
+    """What the text of each row makes of its logits."""
+    texts = [(i, e.adjustments) for i, e in enumerate(drawing)]
+    edits = {i: adjustments.edit() for i, adjustments in texts if adjustments is not None}
+    return {i: edit for i, edit in edits.items() if edit is not None}
+
+
+def _within(params: SamplingParams, vocab_size: int) -> SamplingParams:
+    """Without the ids that this model lacks: it can't draw them anyway."""
+    return replace(
+        params,
+        logit_bias=tuple((t, bias) for t, bias in params.logit_bias if t < vocab_size),
+        stop_token_ids=tuple(t for t in params.stop_token_ids if t < vocab_size),
+    )

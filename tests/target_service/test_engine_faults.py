@@ -78,6 +78,25 @@ def test_a_sequence_that_makes_no_sense_is_refused(changes: dict[str, Any]) -> N
     house.finish()
 
 
+@pytest.mark.parametrize(
+    ("changes", "field"),
+    [
+        ({"logit_bias": ((3, 1.0), (VOCAB, 1.0))}, f"sampling.logit_bias[{VOCAB}]"),
+        ({"stop_token_ids": (3, VOCAB)}, "sampling.stop_token_ids[1]"),
+        ({"min_tokens": 1, "stop_token_ids": tuple(range(VOCAB))}, "sampling.min_tokens"),
+    ],
+)
+def test_sampling_that_the_vocabulary_can_t_serve_is_refused(
+    changes: dict[str, Any], field: str
+) -> None:
+    house = House()
+    house.submit(open_sequence(1, **changes), open_sequence(2, max_tokens=3))
+    house.step()
+    assert (_error(house, 1).code, _error(house, 1).field) == (INVALID, field)
+    house.finish()
+    assert house.text[2] == [4, 5, 6]
+
+
 def test_a_full_queue_refuses_but_not_the_resumed() -> None:
     house = House(max_running=1, max_waiting=1)
     house.submit(open_sequence(1, max_tokens=2))

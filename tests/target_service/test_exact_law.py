@@ -1,7 +1,8 @@
 """The law of the output, summed over all noise, equals the target's.
 
 A vocabulary of three, texts of three tokens, the real engine and the real model drafter over
-table models, every arrival pattern of the drafts. Probabilities are exact sums (see
+table models, every arrival pattern of the drafts; and p that depends on the text before, draft
+tokens included. Probabilities are exact sums (see
 `tests/enumerate_noise.py`), so the error is rounding: below 1e-12.
 """
 
@@ -11,14 +12,16 @@ import itertools
 from collections import Counter, defaultdict
 from collections.abc import Callable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 
+from common.engine.adjustments import Adjustments, RowEdit
 from common.engine.block_manager import BlockManager
 from common.engine.noise import Domain, Noise, NoiseKeys
-from common.types import FloatArray, OpenSequence, Rule, SamplingParams
+from common.types import FloatArray, OpenSequence, Rule, SamplingParams, Tokens
 from draft_service.drafters.model import ModelDrafter
 from target_service.engine import TargetEngine
 from tests.driver import Driver, HookedModel, Script
@@ -65,14 +68,17 @@ def _sum(
     params: SamplingParams,
     draft: torch.Tensor,
     drafter_noise: Callable[[EnumeratingNoise], Noise] = lambda noise: noise,
+    eos: Tokens = (),
 ) -> Sum:
     found = Sum()
 
     def program(chooser: Chooser) -> tuple[int, ...]:
         noise = EnumeratingNoise(chooser)
         model = HookedModel(TableModel(TARGET))
-        engine = TargetEngine(model, BlockManager(4, 4), noise=noise)
-        drafter = ModelDrafter(TableModel(draft), BlockManager(4, 4), noise=drafter_noise(noise))
+        engine = TargetEngine(model, BlockManager(4, 4), noise=noise, eos_token_ids=eos)
+        drafter = ModelDrafter(
+            TableModel(draft), BlockManager(4, 4), noise=drafter_noise(noise), eos_token_ids=eos
+        )
         driver = Driver(engine, model, lambda: drafter, script)
         text = driver.run([OpenSequence(1, PROMPT, 1, params, lookahead=2)])[1]
         found.counts.update(driver.counts)
@@ -143,6 +149,98 @@ def test_law_of_the_output_in_more_patterns(
     rule: Rule, draft: str, top_k: int, show: Callable[[str], None]
 ) -> None:
     _check(rule, draft, MORE_PATTERNS[:: 1 + 2 * top_k], top_k, show)
+
+
+# -- p depends on the text before ------------------------------------------------------
+
+EOS = (2,)
+HISTORIES: dict[str, dict[str, Any]] = {
+    "frequency": {"frequency_penalty": 1.5, "ignore_eos": True},
+    "presence": {"presence_penalty": -1.2, "ignore_eos": True},
+    "repetition": {"repetition_penalty": 1.8, "ignore_eos": True},
+    "min_tokens": {"min_tokens": 2, "logit_bias": ((2, 1.5),)},
+    "all": {
+        "logit_bias": ((0, -0.7), (2, 1.0)),
+        "repetition_penalty": 0.6,
+        "presence_penalty": 0.8,
+        "frequency_penalty": 0.5,
+        "min_tokens": 1,
+        "temperature": 1.4,
+    },
+}
+SOME_PATTERNS = PATTERNS[::5]
+
+
+def _next_p(params: SamplingParams, output: Tokens) -> FloatArray:
+    """The definition, by plain numpy."""
+    text = PROMPT + output
+    x = TARGET[(len(text) - 1) % 4, text[-1]].numpy().copy()
+    for token, bias in params.logit_bias:
+        x[token] += bias
+    for token in set(text):
+        x[token] *= params.repetition_penalty ** (-1 if x[token] > 0 else 1)
+    for token in set(output):
+        x[token] -= params.presence_penalty + params.frequency_penalty * output.count(token)
+    if len(output) < params.min_tokens:
+        x[list(EOS)] = -np.inf
+    w = np.exp(x / params.temperature)
+    normalised: FloatArray = w / w.sum()
+    return normalised
+
+
+def _law_of(params: SamplingParams, output: Tokens = ()) -> dict[Tokens, float]:
+    """Every text from here on and its probability."""
+    ended = output and output[-1] in EOS and not params.ignore_eos
+    if ended or len(output) == LENGTH:
+        return {output: 1.0}
+    law: dict[Tokens, float] = {}
+    for token, p in enumerate(_next_p(params, output)):
+        if p > 0:
+            law |= {t: p * rest for t, rest in _law_of(params, (*output, token)).items()}
+    return law
+
+
+def _history_params(rule: Rule, history: str) -> SamplingParams:
+    return SamplingParams(**{"max_tokens": LENGTH, "rule": rule, "seed": 5, **HISTORIES[history]})
+
+
+@pytest.mark.parametrize("draft", ["good", "bad"])
+@pytest.mark.parametrize("history", HISTORIES)
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.COUPLED])
+def test_law_of_the_output_where_p_depends_on_the_text(
+    rule: Rule, history: str, draft: str, show: Callable[[str], None]
+) -> None:
+    params = _history_params(rule, history)
+    expected, counts, worst = _law_of(params), Counter[str](), 0.0
+    for script in SOME_PATTERNS:
+        found = _sum(script, params, DRAFTS[draft], eos=EOS)
+        assert set(found.law) <= set(expected)
+        worst = max(worst, _error(found.law, expected))
+        counts.update(found.counts)
+    show(
+        f"exact law {rule.name:9} {draft:4} {history:10} {len(SOME_PATTERNS)} arrival patterns,"
+        f" {counts['paths']} paths, accepted {counts['accepted']}, largest error {worst:.1e}"
+    )
+    assert counts["tested"] > counts["accepted"] > 0
+    assert worst < TOLERANCE
+
+
+@pytest.mark.parametrize("history", ["frequency", "presence", "repetition", "min_tokens"])
+@pytest.mark.parametrize("rule", [Rule.REJECTION, Rule.COUPLED])
+def test_a_target_that_forgets_the_draft_tokens_ahead_is_seen(
+    rule: Rule, history: str, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The sum is not blind: let every row of a run be adjusted by the committed text alone."""
+
+    def forgetful(self: Adjustments, ahead: list[int]) -> list[RowEdit | None]:
+        return [self.edit()] * (1 + len(ahead))
+
+    params, script = _history_params(rule, history), Script([0], [2])
+    honest = _sum(script, params, DRAFTS["good"], eos=EOS)
+    monkeypatch.setattr(Adjustments, "edits_along", forgetful)
+    wrong = _sum(script, params, DRAFTS["good"], eos=EOS)
+    assert _error(honest.law, _law_of(params)) < TOLERANCE
+    assert _error(wrong.law, _law_of(params)) > 1e-3
 
 
 def test_shared_noise_under_rejection_is_seen() -> None:
