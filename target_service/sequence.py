@@ -82,6 +82,13 @@ class Sequence:
     num_tested: int = 0  # draft tokens, ever; grown by the engine before `settle`
     num_stale: int = 0  # draft tokens found stale, ever
     num_preemptions: int = 0  # since the last verdict; grown by the scheduler
+    cache_scope: str = ""
+    parent: Sequence | None = None  # to fork from; set by the engine, cleared by the scheduler
+    fork_len: int = 0  # slots to take over from it; set by the scheduler
+    queued_at: float | None = None  # by the scheduler's clock, as are the next; None: it runs
+    waited_seconds: float = 0.0  # in the queue, before it was last queued
+    seniority: int | None = None  # which admission its first one was
+    num_found: int = 0  # tokens of the prompt that its first admission had not to read
     fresh_stale: Counter[str] = field(default_factory=Counter)  # since the last `take_stale`
 
     @classmethod
@@ -100,6 +107,7 @@ class Sequence:
             stop_ids=frozenset(o.sampling.stop_token_ids)
             | (frozenset() if o.sampling.ignore_eos else frozenset(eos)),
             opened_at=opened_at,
+            cache_scope=o.cache_scope,
         )
 
     @property
@@ -111,6 +119,15 @@ class Sequence:
     def decoding(self) -> bool:
         """Whether the next row decides a token."""
         return self.num_missing == 1
+
+    def num_common(self, other: Sequence) -> int:
+        """How many slots of another sequence's prompt this one could take over; 0: none.
+
+        All but its own last token, which decides the next.
+        """
+        num = min(len(self.tokens) - 1, other.num_prompt)
+        alike = self.cache_scope == other.cache_scope and self.tokens[:num] == other.tokens[:num]
+        return num if alike else 0
 
     def run_len(self) -> int:
         """How many waiting draft tokens are worth a row.

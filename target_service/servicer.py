@@ -80,9 +80,15 @@ async def start(config: TargetConfig, tracing: Tracing, server: grpc.aio.Server)
     loaded = await asyncio.to_thread(load, config)
     engine = TargetEngine(
         loaded.model,
-        BlockManager(loaded.num_blocks, loaded.info.block_size),
+        BlockManager(loaded.num_blocks, loaded.info.block_size, prefix_cache=config.prefix_cache),
         eos_token_ids=loaded.info.eos_token_ids,
-        config=SchedulerConfig(config.max_running, config.max_rows, config.max_waiting),
+        config=SchedulerConfig(
+            max_running=config.max_running,
+            max_rows=config.max_rows,
+            max_waiting=config.max_waiting,
+            watermark=config.watermark,
+            age_seconds=config.age_seconds,
+        ),
         noise=loaded.noise,
     )
     metrics = Metrics(config.name, config.pool)
