@@ -61,7 +61,7 @@ class ReferenceAttention:
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """See `AttentionBackend`."""
         for pool in (*self._keys, *self._values):
-            blocks = pool.unflatten(0, (-1, self._block_size))  # a view
+            blocks = pool.view(-1, self._block_size, *pool.shape[1:])
             for source, target in copies:
                 blocks[target] = blocks[source]
 
