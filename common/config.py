@@ -65,6 +65,7 @@ class ModelConfig:
     threads: int = flag(0, "threads for torch; 0: one for each of the process's cores")
     num_kv_tokens: int = flag(0, "size of the KV cache in tokens; 0: four whole contexts")
     block_size: int = flag(16, "tokens in a block of the KV cache")
+    prefix_cache: bool = flag(True, "keep what was read of prompts for others that begin alike")
     cache_dir: str = flag("~/.cache/tandem", "where converted models are kept")
 
 

@@ -116,10 +116,11 @@ class EngineHost:
             raise UnavailableError("the service is about to stop", retry_after_seconds=1.0)
         wire_id = sequence.sequence_id
         arrived_at = time.monotonic()
+        fork_of = lease.engine_id(sequence.fork_of)  # before it can name the sequence itself
         engine_id = self.leases.open(lease, wire_id, arrived_at)
         if engine_id is None:
             raise InvalidRequestError(f"{wire_id} is open on this stream", field="sequence_id")
-        sequence = replace(sequence, sequence_id=engine_id, arrived_at=arrived_at)
+        sequence = replace(sequence, sequence_id=engine_id, fork_of=fork_of, arrived_at=arrived_at)
         for observer in self._observers:
             observer.opened(sequence)
         self._to_engine(sequence)

@@ -35,6 +35,10 @@ class Lease:
         self.said_at = 0.0  # monotonic, when it last heard the engine's status
         self.said_busy = False  # whether that status told of sequences
 
+    def engine_id(self, wire_id: int) -> int:
+        """The engine's id for a sequence of this stream; 0 if it carries none of that name."""
+        return self.engine_ids.get(wire_id, 0) if wire_id else 0
+
     def submit(self, event: Any) -> None:
         """Pass an open, proposal, commit or close on to the engine."""
         self._leases.submit(self, event)

@@ -79,8 +79,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("num_requests_waiting", _G, TARGET, "Sequences that wait to be admitted."),
     Metric("kv_cache_usage_ratio", _G, TARGET, "Part of the KV cache's blocks in use, 0 to 1."),
     Metric("num_preemptions_total", _C, TARGET, "How often a sequence's blocks were taken back."),
-    Metric("prefix_cache_queries_total", _C, TARGET, "Prompt tokens sought in the prefix cache."),
-    Metric("prefix_cache_hits_total", _C, TARGET, "Prompt tokens found in the prefix cache."),
+    Metric(
+        "prefix_cache_queries_total", _C, TARGET,
+        "Tokens of admitted sequences, sought in the prefix cache; again after a preemption.",
+    ),
+    Metric(
+        "prefix_cache_hits_total", _C, TARGET,
+        "Of these, tokens that the prefix cache or a fork brought and that need not be read.",
+    ),
     Metric("step_seconds", _H, TARGET, "Duration of a step.", buckets=_STEP_BUCKETS),
     Metric("step_num_sequences", _H, TARGET, "Sequences in a step.", buckets=_SIZE_BUCKETS),
     Metric("step_num_rows", _H, TARGET, "Rows of a step.", buckets=_SIZE_BUCKETS),

@@ -328,6 +328,8 @@ class StepInfo:
     num_sequences: int
     num_rows: int  # decoding, drafted and prompt rows together; a draft's: tokens drawn
     preempted: Tokens = ()  # sequences whose blocks were taken back
+    num_sought: int = 0  # tokens of the sequences that were admitted
+    num_found: int = 0  # of these, tokens that the prefix cache or a fork brought
 
     @property
     def ended(self) -> float:

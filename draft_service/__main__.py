@@ -35,7 +35,9 @@ def make_model(config: DraftConfig) -> tuple[Drafter, ModelInfo]:
     from draft_service.drafters.model import ModelDrafter
 
     loaded = load(config)
-    blocks = BlockManager(loaded.num_blocks, loaded.info.block_size)
+    blocks = BlockManager(
+        loaded.num_blocks, loaded.info.block_size, prefix_cache=config.prefix_cache
+    )
     drafter = ModelDrafter(
         loaded.model,
         blocks,

@@ -117,6 +117,8 @@ class TargetEngine:
             for work in plan:
                 if work.seq.started_at is None:
                     work.seq.started_at = now
+            if copies := self._blocks.take_copies():
+                self._model.copy_blocks(copies)
             logits = self._model.forward(batch_of(plan, self._blocks, self._model.device))
             self._drain_late_proposals()
             decisions = decide(plan, logits, self._noise)
@@ -126,7 +128,10 @@ class TargetEngine:
             self._advance_prompts(plan)
             verdicts += self._commit(decisions, now, len(plan), waited)
             preempted = tuple(self.scheduler.preempted)
-            info = StepInfo(self._step_id, began, now - began, len(plan), num_rows, preempted)
+            found = self.scheduler.take_found()
+            info = StepInfo(
+                self._step_id, began, now - began, len(plan), num_rows, preempted, *found
+            )
         return StepResult(
             info=info,
             verdicts=tuple(verdicts),
@@ -167,6 +172,7 @@ class TargetEngine:
             return
         arrived_at = event.arrived_at or time.monotonic()
         seq = Sequence.of(event, self._eos, self._model.context_len, arrived_at)
+        seq.parent = self._sequences.get(event.fork_of)
         self._sequences[seq.sid] = seq
         self.scheduler.add(seq)
 
@@ -228,12 +234,12 @@ class TargetEngine:
 
     # -- 5. commit ---------------------------------------------------------------------
 
-    @staticmethod
-    def _advance_prompts(plan: list[Work]) -> None:
+    def _advance_prompts(self, plan: list[Work]) -> None:
         """Prompt rows that decide nothing are in the cache now, and that is all."""
         for work in plan:
             if not work.decides:
                 work.seq.num_cached += work.num_rows
+                self._blocks.register(work.seq.sid, work.seq.tokens)
 
     def _commit(
         self, decisions: list[Decision], now: float, batch_size: int, waited: float
@@ -268,9 +274,11 @@ class TargetEngine:
             seq.kill_chain("finished")
         seq.num_cached = len(seq.tokens) - 1
         self._blocks.truncate(seq.sid, seq.num_cached)
+        self._blocks.register(seq.sid, seq.tokens)
         stale = seq.take_stale()
         num_preemptions, seq.num_preemptions = seq.num_preemptions, 0
         logprobs = decision.logprobs.first(len(emitted))
+        num_found, seq.num_found = seq.num_found, 0
         return Verdict(
             sequence_id=seq.sid,
             committed_len=committed_len,
@@ -284,6 +292,7 @@ class TargetEngine:
             step_id=self._step_id,
             timing=_timing(seq, now, waited),
             num_stale=sum(stale),
+            num_cached=num_found,
             stale=stale,
             batch_size=batch_size,
             num_preemptions=num_preemptions,
@@ -309,6 +318,7 @@ class TargetEngine:
             num_free_blocks=self._blocks.num_free,
             num_ignored=self._num_ignored,
             num_preemptions=self.scheduler.num_preemptions,
+            num_cached_blocks=self._blocks.num_cached,
         )
 
 

@@ -41,6 +41,8 @@ class TargetMetrics:
             metrics.observe("step_seconds", info.seconds, self._example(result))
             metrics.observe("step_num_sequences", info.num_sequences)
             metrics.observe("step_num_rows", info.num_rows)
+            metrics.add("prefix_cache_queries_total", info.num_sought)
+            metrics.add("prefix_cache_hits_total", info.num_found)
             if before is not None:
                 metrics.observe("event_loop_seconds", now - before)
         if result.verdicts:

@@ -143,6 +143,13 @@ class Sequence:
     num_steps_untested: int = 0  # decisions since a draft token was tested; the draft policy's
     acceptance: Acceptance = field(default_factory=Acceptance)
     arrivals: Arrivals = field(default_factory=Arrivals)
+    cache_scope: str = ""
+    parent: Sequence | None = None  # to fork from; set by the engine, cleared by the scheduler
+    fork_len: int = 0  # slots to take over from it; set by the scheduler
+    queued_at: float | None = None  # by the scheduler's clock, as are the next; None: it runs
+    waited_seconds: float = 0.0  # in the queue, before it was last queued
+    seniority: int | None = None  # which admission its first one was
+    num_found: int = 0  # tokens of the prompt that its first admission had not to read
     fresh_stale: Counter[str] = field(default_factory=Counter)  # since the last `take_stale`
 
     @classmethod
@@ -165,6 +172,7 @@ class Sequence:
             adjustments=Adjustments.of(o.sampling, o.token_ids, o.num_prompt, stop_ids),
             opened_at=opened_at,
             deadline=math.inf if o.timeout_seconds is None else opened_at + o.timeout_seconds,
+            cache_scope=o.cache_scope,
         )
 
     @property
@@ -186,6 +194,15 @@ class Sequence:
     def wants_logprobs(self) -> bool:
         """Whether its tokens are told with their log probabilities."""
         return self.params.num_logprobs is not None
+
+    def num_common(self, other: Sequence) -> int:
+        """How many slots of another sequence's prompt this one could take over; 0: none.
+
+        All but its own last token, which decides the next.
+        """
+        num = min(len(self.tokens) - 1, other.num_prompt)
+        alike = self.cache_scope == other.cache_scope and self.tokens[:num] == other.tokens[:num]
+        return num if alike else 0
 
     def run_len(self) -> int:
         """How many waiting draft tokens are worth a row.

@@ -80,7 +80,9 @@ SERVICE_NAMES = (pb.DESCRIPTOR.services_by_name["TargetService"].full_name,)
 async def start(config: TargetConfig, tracing: Tracing, server: grpc.aio.Server) -> EngineHost:
     """Load the model, add the servicer and begin stepping."""
     loaded = await asyncio.to_thread(load, config)
-    blocks = BlockManager(loaded.num_blocks, loaded.info.block_size)
+    blocks = BlockManager(
+        loaded.num_blocks, loaded.info.block_size, prefix_cache=config.prefix_cache
+    )
     cost = await asyncio.to_thread(measure, loaded.model, blocks, config.max_rows)
     fixed = config.objective == "fixed"
     engine = TargetEngine(
@@ -88,7 +90,12 @@ async def start(config: TargetConfig, tracing: Tracing, server: grpc.aio.Server)
         blocks,
         eos_token_ids=loaded.info.eos_token_ids,
         config=SchedulerConfig(
-            config.max_running, config.max_rows, config.max_waiting, config.prefill_ms / 1e3
+            max_running=config.max_running,
+            max_rows=config.max_rows,
+            max_waiting=config.max_waiting,
+            prefill_seconds=config.prefill_ms / 1e3,
+            watermark=config.watermark,
+            age_seconds=config.age_seconds,
         ),
         noise=loaded.noise,
         policy=Fixed() if fixed else Goodput(cost, Objective(config.objective)),

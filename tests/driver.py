@@ -8,7 +8,7 @@ commit reaches the draft. What belongs to one sequence keeps its order, as strea
 from __future__ import annotations
 
 from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 
@@ -37,6 +37,9 @@ class HookedModel:
         logits = self._model.forward(batch)
         self.during()
         return logits
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        self._model.copy_blocks(copies)
 
 
 @dataclass

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from copy import deepcopy
 from functools import cache
 from typing import Any
@@ -76,3 +77,6 @@ class TableModel:
     def forward(self, batch: RaggedBatch) -> Tensor:
         rows = batch.logit_rows
         return self.table[batch.positions[rows] % len(self.table), batch.token_ids[rows]]
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """There is no cache to copy in."""

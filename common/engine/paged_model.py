@@ -6,6 +6,7 @@ transformers' attention interface. This file and `loader.py` alone know transfor
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, Protocol
 
@@ -28,6 +29,9 @@ class LanguageModel(Protocol):
 
     def forward(self, batch: RaggedBatch) -> Tensor:
         """Logits of the batch's logit rows. [R, V]"""
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks of the KV cache (from, to), one after the other."""
 
 
 @dataclass(frozen=True)
@@ -63,6 +67,11 @@ class PagedModel:
             tandem_call=_Call(self._backend, batch),
         ).logits
         return logits[0]
+
+    @torch.inference_mode()
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See `LanguageModel`."""
+        self._backend.copy_blocks(copies)
 
 
 def _paged_attention(

@@ -39,14 +39,17 @@ from draft_service.sequence import DraftSequence
 class _Entry:
     seq: DraftSequence
     adjustments: Adjustments | None  # of its logits; follows `seq.tokens`, chain included
-    num_cached: int = 0  # tokens whose keys and values are in the cache
+    cache_scope: str
+    fork_of: int
+    num_cached: int = 0  # tokens whose keys and values are in the cache; 0: it holds no blocks
     broken: bool = False  # the model yielded no numbers; undrafted from then on
 
 
 class ModelDrafter:
     """One token a step for every sequence below its lookahead; when memory is short, oldest first.
 
-    A sequence for which there is no memory is not drafted until something changes.
+    A sequence for which there is no memory is not drafted until something changes. What it read
+    of committed tokens stays in the prefix cache for others that begin alike.
     """
 
     def __init__(
@@ -76,11 +79,11 @@ class ModelDrafter:
                 f"has {len(s.token_ids)} tokens, the draft's context is {self._model.context_len}",
                 field="input",
             )
-        self._blocks.open(s.sequence_id)
         params = _within(s.sampling, self._model.vocab_size)
         ends = end_ids_of(params, (t for t in self._eos if t < self._model.vocab_size))
         adjustments = Adjustments.of(params, s.token_ids, s.num_prompt, ends)
-        self._entries[s.sequence_id] = _Entry(DraftSequence.of(s), adjustments)
+        seq = DraftSequence.of(s)
+        self._entries[s.sequence_id] = _Entry(seq, adjustments, s.cache_scope, s.fork_of)
         self._starved = False
 
     def commit(self, c: Commit) -> None:
@@ -91,13 +94,15 @@ class ModelDrafter:
         if entry.adjustments is not None:
             entry.adjustments.truncate(held)
             entry.adjustments.append(entry.seq.tokens[held:])
-        self._truncate(entry, min(entry.num_cached, held))
+        entry.num_cached = min(entry.num_cached, held)
+        if c.sequence_id in self._blocks:
+            self._blocks.truncate(c.sequence_id, entry.num_cached)
+            self._register(entry)
         self._starved = False
 
     def close(self, sid: int) -> None:
         """See `Drafter`."""
-        del self._entries[sid]
-        self._blocks.free(sid)
+        self._set_back(self._entries.pop(sid))
         self._starved = False
 
     def step(self) -> list[Proposal]:
@@ -106,11 +111,14 @@ class ModelDrafter:
         if not plan:
             self._starved = True
             return []
+        if copies := self._blocks.take_copies():
+            self._model.copy_blocks(copies)
         logits = self._model.forward(pack(plan, self._blocks, self._model.device))
         drawing = []
         for span in plan:
             entry = self._entries[span.sid]
             entry.num_cached += len(span.token_ids)
+            self._register(entry)
             if span.num_logits:
                 drawing.append(entry)
         return self._draw(drawing, logits) if drawing else []
@@ -130,6 +138,7 @@ class ModelDrafter:
             num_running=len(self._entries),
             num_blocks=self._blocks.num_blocks,
             num_free_blocks=self._blocks.num_free,
+            num_cached_blocks=self._blocks.num_cached,
         )
 
     def _check(self, token_ids: tuple[int, ...]) -> None:
@@ -148,9 +157,11 @@ class ModelDrafter:
         budget, plan = self._max_rows, []
         for entry in list(self._entries.values()):
             seq = entry.seq
-            num = min(len(seq.tokens) - entry.num_cached, budget)
-            if not num or not self._wants(entry):
+            if not budget or not self._wants(entry) or self._should_wait(entry):
                 continue
+            if seq.sid not in self._blocks:
+                entry.num_cached = self._blocks.open(seq.sid, seq.tokens, entry.cache_scope)
+            num = min(len(seq.tokens) - entry.num_cached, budget)
             if not self._make_room(entry, entry.num_cached + num):
                 break  # all that is left is older, or planned already
             rows = seq.tokens[entry.num_cached : entry.num_cached + num]
@@ -166,12 +177,26 @@ class ModelDrafter:
             victim = newer.pop()
             if victim is entry:
                 return False
-            self._truncate(victim, 0)
+            self._set_back(victim)
         return True
 
-    def _truncate(self, entry: _Entry, num_cached: int) -> None:
-        entry.num_cached = num_cached
-        self._blocks.truncate(entry.seq.sid, num_cached)
+    def _should_wait(self, entry: _Entry) -> bool:
+        """Whether another sequence is about to read the same prompt."""
+        parent = self._entries.get(entry.fork_of)
+        if parent is None or entry.num_cached or not self._wants(parent):
+            return False
+        return self.num_unread(entry.fork_of) > 0 and parent.seq.sid < entry.seq.sid
+
+    def _set_back(self, entry: _Entry) -> None:
+        """Take all its blocks."""
+        entry.num_cached = 0
+        if entry.seq.sid in self._blocks:
+            self._blocks.free(entry.seq.sid)
+
+    def _register(self, entry: _Entry) -> None:
+        """What is committed and in the cache may be shared; tokens of a chain may not."""
+        seq = entry.seq
+        self._blocks.register(seq.sid, seq.tokens[: seq.num_committed])
 
     def _draw(self, drawing: list[_Entry], logits: Tensor) -> list[Proposal]:
         """One token for each sequence. logits [N, V]"""

@@ -191,3 +191,17 @@ def test_size_of_a_block() -> None:
     layers = (KVShape(2, 8, 6), KVShape(1, 4, 4))
     spec = CacheSpec(layers, 10, 16, torch.bfloat16, torch.device("cpu"))
     assert spec.bytes_per_block == (2 * (8 + 6) + 1 * (4 + 4)) * 16 * 2
+
+
+def test_blocks_are_copied_one_after_the_other_in_every_layer() -> None:
+    cache = Cache(SHAPES["values of another size"])
+    for layer in range(2):
+        for pool in (cache.backend._keys[layer], cache.backend._values[layer]):
+            pool[:] = torch.arange(len(pool)).view(-1, 1, 1) + 1000 * layer
+    cache.backend.copy_blocks([(1, 2), (2, 5), (3, 2)])
+    for layer in range(2):
+        for pool in (cache.backend._keys[layer], cache.backend._values[layer]):
+            found = pool.view(NUM_BLOCKS, BLOCK, -1)[:, :, 0] - 1000 * layer
+            expected = torch.arange(NUM_BLOCKS * BLOCK).view(NUM_BLOCKS, BLOCK).clone()
+            expected[5], expected[2] = expected[1].clone(), expected[3].clone()
+            assert torch.equal(found.long(), expected)

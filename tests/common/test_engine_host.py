@@ -7,6 +7,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import AsyncIterator, Awaitable, Callable
+from dataclasses import replace
 from typing import Any
 
 import pytest
@@ -161,6 +162,24 @@ def test_each_stream_has_its_own_ids() -> None:
         assert b.heard[1].ended
         assert len(a.heard) == 1
         assert host.num_live() == 1
+
+    _run(test)
+
+
+async def _heard(engine: EchoEngine, num: int) -> None:
+    await _until(lambda: len(engine.heard) >= num)
+
+
+def test_forks_are_told_by_the_engine_s_ids() -> None:
+    async def test(host: EngineHost, engine: EchoEngine) -> None:
+        a, b = Stream(host), Stream(host)
+        a.send(_open(7, 5))
+        await _until(lambda: a.heard)
+        for stream, wire_id, fork_of in ((a, 8, 7), (b, 8, 7), (a, 9, 9)):
+            stream.send(replace(_open(wire_id, 5), fork_of=fork_of))
+            await _heard(engine, len(engine.heard) + 1)
+        told = [e.fork_of for e in engine.heard]
+        assert told == [0, _opened(engine)[0], 0, 0]  # another stream's, its own: none
 
     _run(test)
 

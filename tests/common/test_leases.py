@@ -93,6 +93,17 @@ def test_ids_are_translated_both_ways(house: House) -> None:
     assert _heard(b) == [_verdict(1)]
 
 
+def test_a_fork_is_told_by_the_ids_of_its_own_stream(house: House) -> None:
+    a, a_ids = house.attach(0, 1, 2)
+    b, b_ids = house.attach(1)
+    assert (a.engine_id(1), a.engine_id(2)) == (a_ids[1], a_ids[2])
+    assert b.engine_id(1) == b_ids[1] != a_ids[1]
+    assert b.engine_id(2) == 0  # another stream's
+    assert a.engine_id(0) == 0  # none, though a sequence is called so
+    a.submit(CloseSequence(1))
+    assert a.engine_id(1) == 0
+
+
 def test_an_id_is_held_once_in_a_stream(house: House) -> None:
     lease, _ = house.attach(1)
     assert house.leases.open(lease, 1) is None

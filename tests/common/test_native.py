@@ -156,6 +156,31 @@ def test_a_rejected_run_leaves_no_trace() -> None:
     assert torch.equal(rows, expected[20:])
 
 
+@pytest.mark.parametrize("kind", ["llama", "padded heads", "head norms"])
+def test_a_fork_over_copied_blocks_goes_on_to_the_bit(kind: str) -> None:
+    """Parent and child write different tokens into what was one block."""
+    model, blocks = _native(kind), BlockManager(NUM_BLOCKS, 16)
+    expected = _logits(model, [60], BlockManager(NUM_BLOCKS, 16))
+    _logits(model, [40], blocks)
+    blocks.fork(0, 1, 39)
+    blocks.reserve(0, 44)
+    blocks.reserve(1, 60)
+    copies = blocks.take_copies()
+    assert len(copies) == 1
+    model.copy_blocks(copies)
+    blocks.check_integrity()
+    spans = [Span(0, 40, [3] * 4, 4), Span(1, 39, _text(0)[39:60], 21)]
+    rows = model.forward(pack(spans, blocks, "cpu"))
+    assert torch.equal(rows[4:], expected[39:])
+    blocks.reserve(0, 46)
+    again = model.forward(pack([Span(0, 44, [3, 3], 2)], blocks, "cpu"))
+    alone = BlockManager(NUM_BLOCKS, 16)
+    alone.open(0)
+    alone.reserve(0, 46)
+    whole = model.forward(pack([Span(0, 0, _text(0)[:40] + [3] * 6, 6)], alone, "cpu"))
+    assert torch.equal(torch.cat([rows[:4], again]), whole)
+
+
 def test_numbers_gone_wrong_stay_in_their_sequence() -> None:
     """A sequence of NaN fills the cache; whoever gets its blocks next never sees them."""
     broken = _model("llama", torch.bfloat16)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Callable
+from dataclasses import replace
 from functools import partial
 from typing import Any
 
@@ -42,7 +43,7 @@ class Watched:
 
     def __init__(self, engine: TargetEngine, observer: TargetMetrics) -> None:
         self._engine, self._observer = engine, observer
-        self.num_steps = 0
+        self.num_steps = self.num_sought = self.num_found = 0
 
     def submit(self, event: TargetEvent) -> None:
         if isinstance(event, OpenSequence):
@@ -52,7 +53,10 @@ class Watched:
     def step(self) -> StepResult:
         result = self._engine.step()
         self._observer.stepped(result)
-        self.num_steps += result.info is not None
+        if result.info:
+            self.num_steps += 1
+            self.num_sought += result.info.num_sought
+            self.num_found += result.info.num_found
         for verdict in result.verdicts:
             if verdict.ended:
                 self._observer.closed(verdict.sequence_id)
@@ -129,6 +133,10 @@ def test_metrics_are_the_sums_of_the_verdicts(script: Script, drafter: str, bloc
     assert causes["malformed"] == 0
     assert scraped("num_preemptions_total") == sum(v.num_preemptions for v in verdicts)
     assert scraped("kv_cache_usage_ratio") == 0
+    assert scraped("prefix_cache_queries_total") == watched.num_sought
+    assert scraped("prefix_cache_hits_total") == watched.num_found
+    assert watched.num_sought >= 4 + 5 + 6
+    assert watched.num_found >= sum(v.num_cached for v in verdicts)
 
 
 def test_small_memory_shows_as_preemptions_and_batches_are_told() -> None:
@@ -137,6 +145,20 @@ def test_small_memory_shows_as_preemptions_and_batches_are_told() -> None:
     sizes = {v.batch_size for of_one in driver.verdicts.values() for v in of_one}
     assert sizes <= {1, 2, 3}
     assert len(sizes) > 1
+
+
+def test_a_warm_cache_shows_as_hits() -> None:
+    metrics, model = Metrics("target"), HookedModel(paged("llama"))
+    engine = Watched(TargetEngine(model, BlockManager(64, 4)), TargetMetrics(metrics.of("tiny")))
+    for first in (1, 4):
+        driver = Driver(engine, model, None, Script())  # type: ignore[arg-type]
+        opens = [replace(o, sequence_id=o.sequence_id + first) for o in _opens(3)]
+        driver.run(opens)
+        found = [driver.verdicts[o.sequence_id][0].num_cached for o in opens]
+    assert found == [0, 4, 4]  # of prompts of 4, 5 and 6 tokens
+    read = partial(value, text_of(metrics))
+    assert read("prefix_cache_queries_total") == 2 * (4 + 5 + 6)
+    assert read("prefix_cache_hits_total") == 8
 
 
 def test_steps_carry_the_trace_of_a_sampled_sequence() -> None:

@@ -23,10 +23,16 @@ class House:
     """A scheduler, its blocks, and steps without a model: every decision is token 7."""
 
     def __init__(
-        self, num_blocks: int = 100, policy: DraftPolicy | None = None, **limits: Any
+        self,
+        num_blocks: int = 100,
+        policy: DraftPolicy | None = None,
+        watermark: float = 0.0,
+        **limits: Any,
     ) -> None:
+        self.now = 100.0
         self.blocks = BlockManager(num_blocks, BLOCK)
-        self.scheduler = Scheduler(SchedulerConfig(**limits), self.blocks, policy)
+        config = SchedulerConfig(watermark=watermark, **limits)
+        self.scheduler = Scheduler(config, self.blocks, policy, lambda: self.now)
 
     def add(self, sid: int, length: int = 4, priority: int = 0, max_tokens: int = 50) -> Sequence:
         params = SamplingParams(max_tokens=max_tokens)
@@ -235,7 +241,7 @@ def test_a_prompt_may_be_preempted_half_read() -> None:
         assert house.step()
     assert 0 < num_read < 10
     assert (house.running(), house.waiting()) == ([1], [2])
-    assert (second.num_cached, house.blocks.table(2)) == (0, [])
+    assert (second.num_cached, 2 in house.blocks) == (0, False)
 
 
 @pytest.mark.parametrize("where", ["waiting", "running"])
@@ -250,17 +256,157 @@ def test_removing_frees_the_blocks(where: str) -> None:
     assert house.scheduler.plan() == []
 
 
+# -- admission by watermark ------------------------------------------------------------
+
+
+@pytest.mark.parametrize(("length", "gets_in"), [(111, True), (112, False)])
+def test_admission_leaves_the_watermark_and_a_block_for_each_that_runs(
+    length: int, gets_in: bool
+) -> None:
+    """28 blocks: of 40 that are free, without ten, and without one for each of two."""
+    house = House(num_blocks=100, watermark=0.1)
+    house.add(1, length=39)  # ten blocks with the token more
+    house.add(2, length=199)  # fifty
+    house.step()
+    house.add(3, length=length)
+    house.step()
+    assert house.running() == [1, 2] + [3] * gets_in
+
+
+def test_a_sequence_alone_always_gets_in() -> None:
+    house = House(num_blocks=10, watermark=0.5)
+    house.add(1, length=40, max_tokens=1)
+    house.add(2, length=1)
+    assert _rows(house.step()) == {1: (40, 0)}
+    assert house.waiting() == [2]
+
+
+def test_with_a_watermark_nobody_is_preempted_right_after() -> None:
+    """Every sequence grows by a block at least before one has to go."""
+    house = House(num_blocks=12, watermark=0.01)
+    for sid in range(12):
+        house.add(sid, length=3)
+    for _ in range(BLOCK):
+        house.step()
+        assert house.scheduler.num_preemptions == 0
+    assert len(house.running()) == 6
+
+
+# -- age -------------------------------------------------------------------------------
+
+
+def test_who_waits_rises_and_who_rose_stays_there() -> None:
+    house = House(max_running=1, age_seconds=10)
+    first = house.add(1, priority=9)
+    house.step()
+    house.add(2, priority=0)
+    house.add(3, priority=2)
+    house.now += 15
+    house.add(4, priority=2)  # 2 has risen by one, 3 as well
+    assert house.waiting() == [3, 4, 2]
+    house.now += 6  # 2 has risen by two
+    house.add(5, priority=2)
+    house.scheduler.remove(first)
+    house.step()
+    assert (house.running(), house.waiting()) == ([3], [2, 4, 5])
+
+
+def test_without_age_priorities_stay_as_they_came() -> None:
+    house = House(max_running=1, age_seconds=0)
+    first = house.add(1)
+    house.step()
+    house.add(2, priority=0)
+    house.now += 1e6
+    house.add(3, priority=1)
+    house.scheduler.remove(first)
+    house.step()
+    assert house.running() == [3]
+
+
+@pytest.mark.parametrize("age_seconds", [0, 10])
+def test_a_stream_of_high_priorities_starves_nobody(age_seconds: int) -> None:
+    """New ones of priority 3 come faster than they are served; a step takes a second."""
+    house = House(num_blocks=8, max_running=2, age_seconds=age_seconds, watermark=0.01)
+    low = house.add(0, length=4, priority=0, max_tokens=20)
+    for sid in range(1, 300):
+        house.add(sid, length=12, priority=3, max_tokens=6)
+        house.now += 1
+        house.step()
+        for seq in [s for s in house.scheduler.running if len(s.tokens) >= s.max_len]:
+            house.scheduler.remove(seq)
+    finished = low not in house.scheduler.running and low not in house.scheduler.waiting
+    assert finished == (age_seconds > 0)
+
+
+def test_who_was_preempted_is_not_the_newest_again() -> None:
+    house = House(num_blocks=4)
+    house.add(1, length=4)
+    second = house.add(2, length=7)
+    house.step()
+    while not house.scheduler.num_preemptions:
+        house.step()
+    assert house.waiting() == [2]
+    house.scheduler.remove(house.scheduler.running[0])
+    house.step()
+    house.add(3, length=3)
+    house.step()
+    assert house.running() == [2, 3]
+    house.scheduler._preempt(second)
+    house.step()
+    assert house.running() == [2, 3]  # before the third, though admitted after it
+    while house.scheduler.num_preemptions < 3:
+        house.step()
+    assert (house.running(), house.waiting()) == ([2], [3])
+
+
+def test_the_age_of_a_victim_protects_it_as_well() -> None:
+    """What a sequence gained while waiting holds when blocks run out."""
+    house = House(num_blocks=2, max_running=2, age_seconds=10)
+    first = house.add(1, length=2, priority=1)
+    house.step()
+    house.scheduler._config = SchedulerConfig(watermark=0.0, max_running=1, age_seconds=10)
+    house.add(2, length=3, priority=0)
+    house.now += 25
+    house.step()
+    assert house.waiting() == [2]
+    house.scheduler._config = SchedulerConfig(watermark=0.0, max_running=2, age_seconds=10)
+    house.step()
+    assert house.running() == [1, 2]
+    house.step()
+    assert house.running() == [2]  # of priority 2 now, so the first made room for it
+    assert house.waiting() == [1]
+    assert first.num_preemptions == 1
+
+
 LENGTHS = st.lists(
     st.tuples(st.integers(1, 20), st.integers(-1, 1), st.integers(0, 6)), min_size=1, max_size=8
 )
 
 
-@given(LENGTHS, st.integers(6, 12), st.integers(1, 12), st.integers(1, 4))
+@given(
+    LENGTHS,
+    st.integers(6, 12),
+    st.integers(1, 12),
+    st.integers(1, 4),
+    st.sampled_from([0.0, 0.01, 0.5]),
+    st.sampled_from([0.0, 1.0]),
+)
 def test_any_mixture_finishes(
-    sequences: list[tuple[int, int, int]], num_blocks: int, max_rows: int, max_running: int
+    sequences: list[tuple[int, int, int]],
+    num_blocks: int,
+    max_rows: int,
+    max_running: int,
+    watermark: float,
+    age_seconds: float,
 ) -> None:
     """All end, each step keeps to its limits, and somebody moves on in every step."""
-    house = House(num_blocks, max_rows=max_rows, max_running=max_running)
+    house = House(
+        num_blocks,
+        watermark=watermark,
+        max_rows=max_rows,
+        max_running=max_running,
+        age_seconds=age_seconds,
+    )
     live: set[Sequence] = set()
     coming = list(enumerate(sequences))
     for step in range(2000):
@@ -274,6 +420,7 @@ def test_any_mixture_finishes(
         for seq in live:
             _draft(seq, sequences[seq.sid][2])
         before = {s: len(s.tokens) + s.num_cached for s in live}
+        house.now += 0.3
         plan = house.step()
         assert 0 < sum(len(w.rows) for w in plan) <= max_rows
         assert len(house.running()) <= max_running

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Protocol
 
@@ -60,3 +61,6 @@ class AttentionBackend(Protocol):
         head h // (H / H_kv). With a sliding window w a row sees the last w positions, its own
         included; a softcap c replaces a score s by c * tanh(s / c).
         """
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """Copy blocks (from, to) in all layers, one after the other."""

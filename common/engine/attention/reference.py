@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
@@ -17,6 +19,7 @@ class ReferenceAttention:
 
     def __init__(self, spec: CacheSpec) -> None:
         num_slots = spec.num_blocks * spec.block_size
+        self._block_size = spec.block_size
 
         def pool(num_heads: int, dim: int) -> Tensor:
             return torch.zeros(num_slots, num_heads, dim, dtype=spec.dtype, device=spec.device)
@@ -54,6 +57,13 @@ class ReferenceAttention:
                 softcap,
             ).transpose(0, 1)
         return out
+
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See `AttentionBackend`."""
+        for pool in (*self._keys, *self._values):
+            blocks = pool.view(-1, self._block_size, *pool.shape[1:])
+            for source, target in copies:
+                blocks[target] = blocks[source]
 
 
 def _causal_mask(m: int, n: int, window: int | None, like: Tensor) -> Tensor | None:

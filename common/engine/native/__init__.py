@@ -98,13 +98,13 @@ class NativeModel:
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.context_len = int(config.max_position_embeddings)
         self._kept: list[Tensor] = []  # what the C++ side points to
+        self._pools: list[Tensor] = []  # of those keys and values, by block
         _check(model, block_size)
         head_dim = model.model.layers[0].self_attn.head_dim
         num_kv_heads = config.num_key_value_heads
-        num_slots = num_blocks * block_size
         padded_dim = -(-head_dim // DEPTH) * DEPTH
         layers = [
-            self._layer(layer, window, num_slots * num_kv_heads * padded_dim)
+            self._layer(layer, window, num_blocks, block_size * num_kv_heads * padded_dim)
             for layer, window in zip(model.model.layers, windows, strict=True)
         ]
         cosines, sines = _rotary(model, self.context_len)
@@ -156,13 +156,25 @@ class NativeModel:
         self._library.tandem_forward(self._handle, ctypes.byref(view))  # without the GIL
         return logits
 
+    def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
+        """See `LanguageModel`."""
+        for pool in self._pools:
+            for source, target in copies:
+                pool[target] = pool[source]
+
+    def _pool(self, num_blocks: int, size: int) -> int | None:
+        """Keys or values of one layer, a block's in one piece: sixteen slots of each KV head."""
+        pool = torch.zeros(num_blocks, size, dtype=torch.bfloat16)
+        self._pools.append(pool)
+        return self._keep(pool)
+
     def _keep(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
             return None
         self._kept.append(tensor.detach().contiguous())
         return self._kept[-1].data_ptr()
 
-    def _layer(self, layer: Any, window: int, cache_size: int) -> Any:
+    def _layer(self, layer: Any, window: int, num_blocks: int, block_len: int) -> Any:
         attention, mlp = layer.self_attn, layer.mlp
         projections = (attention.q_proj, attention.k_proj, attention.v_proj)
         bias = None
@@ -185,8 +197,8 @@ class NativeModel:
             qkv_bias=self._keep(bias),
             q_norm=norm("q_norm"),
             k_norm=norm("k_norm"),
-            keys=self._keep(torch.zeros(cache_size, dtype=torch.bfloat16)),
-            values=self._keep(torch.zeros(cache_size, dtype=torch.bfloat16)),
+            keys=self._pool(num_blocks, block_len),
+            values=self._pool(num_blocks, block_len),
             window=window,
         )
 
