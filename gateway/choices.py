@@ -1,0 +1,79 @@
+"""Several texts for one prompt: a session for each, all opened or none, one stream of events."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import AsyncGenerator, Sequence
+
+from common.errors import CapacityError
+from common.tokenizer import Tokenizer
+from gateway.relay import RETRY_SECONDS, Relay
+from gateway.session import Session
+from gateway.spans import RequestSpans
+from gateway.types import Delta, Finished, GenerationRequest, Progress
+
+SessionEvent = Progress | Delta | Finished
+
+
+def open_choices(
+    relay: Relay,
+    requests: Sequence[GenerationRequest],
+    max_live: int,
+    arrived_at: float,
+    spans: RequestSpans | None,
+) -> list[Session]:
+    """A session for each choice, the later ones forks of the first, which alone is traced.
+
+    Whoever opens them closes them. Raises `CapacityError` if not all of them fit, or what
+    `Relay.open` raises; nothing is open then.
+    """
+    room = max_live - relay.num_live()
+    if len(requests) > max(1, room):  # of a single one the relay itself says so
+        raise CapacityError(
+            f"{len(requests)} choices are asked for, {max(0, room)} of the {max_live} requests"
+            " that this gateway serves at a time are free",
+            retry_after_seconds=RETRY_SECONDS,
+        )
+    first = relay.open(requests[0], arrived_at, spans)
+    sessions = [first]
+    try:
+        for request in requests[1:]:
+            sessions.append(relay.open(request, arrived_at, fork_of=first))  # noqa: PERF401
+    except BaseException:
+        for session in sessions:
+            relay.close(session)
+        raise
+    return sessions
+
+
+async def events_of(
+    sessions: Sequence[Session], tokenizer: Tokenizer
+) -> AsyncGenerator[SessionEvent, None]:
+    """The events of all sessions until each has finished; the first error ends all.
+
+    Fair: before a session's next event comes one of every other that has any. Of each, one
+    event at most is taken ahead of the client. Progress is told of the first session only.
+    """
+    if len(sessions) == 1:
+        async with contextlib.aclosing(sessions[0].events(tokenizer)) as only:
+            async for event in only:
+                yield event
+        return
+    streams = [session.events(tokenizer) for session in sessions]
+    waits = {i: asyncio.ensure_future(anext(stream)) for i, stream in enumerate(streams)}
+    try:
+        while waits:
+            await asyncio.wait(waits.values(), return_when=asyncio.FIRST_COMPLETED)
+            for i in [i for i, wait in waits.items() if wait.done()]:
+                event = waits.pop(i).result()
+                if not isinstance(event, Finished):
+                    waits[i] = asyncio.ensure_future(anext(streams[i]))
+                if i == 0 or not isinstance(event, Progress):
+                    yield event
+    finally:
+        for wait in waits.values():
+            wait.cancel()
+        await asyncio.gather(*waits.values(), return_exceptions=True)
+        for stream in streams:
+            await stream.aclose()
