@@ -23,7 +23,6 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
-
 DOMAIN = "tandem.v1"
 """Whose reasons these are, for `ErrorInfo`."""
 

@@ -152,7 +152,8 @@ class Relay:
     ) -> Session:
         """Begin a request; whoever opens a session closes it in the end.
 
-        fork_of is a session with the same prompt whose blocks this one may share. Raises `CapacityError`, or `UnavailableError` if no target is there.
+        fork_of is a session with the same prompt whose blocks this one may share.
+        Raises `CapacityError`, or `UnavailableError` if no target is there.
         """
         self.served(request.model.name)
         if len(self._sessions) >= self._config.max_live_requests:
