@@ -146,7 +146,7 @@ def test_the_documented_way_to_resume_works() -> None:
         pieces: list[str] = []
         task = asyncio.create_task(asyncio.to_thread(use, w.address, pieces))
         await until(lambda: w.target.opens)
-        w.target.say(*verdicts(w.target.opens[0], ["half a sm", "ile 😀"[:4]]))
+        w.target.say(*verdicts(w.target.opens[0], ["half a sm", "ile "]))
         await until(lambda: len(pieces) == 2)
         await w.target.stop()
         w.target.opens.clear()
