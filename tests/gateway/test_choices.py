@@ -16,7 +16,6 @@ from common.errors import (
     InternalFaultError,
     SequenceError,
     TimedOutError,
-    UnavailableError,
 )
 from common.seeds import hash_seed
 from common.types import OpenSequence, Progress, Verdict
@@ -173,18 +172,6 @@ def test_a_client_that_does_not_read_loses_all() -> None:
             assert await call.code() is grpc.StatusCode.CANCELLED
 
     in_world(test, client_stall_seconds=0.3)
-
-
-def test_a_target_that_is_lost_ends_all() -> None:
-    async def test(w: World) -> None:
-        call = asyncio.create_task(w.client.generate("ab", n=2))
-        await until(lambda: len(w.target.opens) == 2)
-        await w.target.stop()
-        with pytest.raises(UnavailableError):
-            await call
-        assert w.relay.num_live() == 0
-
-    in_world(test)
 
 
 def test_choices_count_as_requests_and_open_all_or_none() -> None:

@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import asyncio
+import re
 import time
+from pathlib import Path
 from typing import Any
 
 import pytest
 from hypothesis import example, given
 from hypothesis import strategies as st
 
+import gateway
 from common.errors import InvalidRequestError, UnavailableError
 from common.types import FinishReason, Verdict
 from gateway.client import Client, Delta, Finished, Started
@@ -127,20 +130,21 @@ def test_a_prefix_that_has_ended_is_refused_by_its_token() -> None:
     in_world(test)
 
 
+def documented() -> str:
+    """The example of gateway/README.md."""
+    readme = (Path(gateway.__file__).parent / "README.md").read_text()
+    (example,) = re.findall(r"```python\n(ids = .*?)```", readme, re.DOTALL)
+    return str(example)
+
+
 def test_the_documented_way_to_resume_works() -> None:
     def use(address: str, pieces: list[str]) -> None:
-        # As in gateway/README.md, but for where the pieces go.
+        def take(text: str, **_: Any) -> None:
+            pieces.append(text)
+
         with Client(address) as client:
-            ids: list[int] = []
-            while True:
-                try:
-                    for event in client.stream("ab", seed=1, output_prefix_ids=ids):
-                        if isinstance(event, Delta):
-                            pieces.append(event.text)
-                            ids += event.token_ids
-                    break
-                except UnavailableError as error:
-                    time.sleep(error.retry_after_seconds or 1)
+            names = {"client": client, "prompt": "ab", "Delta": Delta, "time": time}
+            exec(documented(), names | {"UnavailableError": UnavailableError, "print": take})
 
     async def test(w: World) -> None:
         pieces: list[str] = []
@@ -150,10 +154,10 @@ def test_the_documented_way_to_resume_works() -> None:
         await until(lambda: len(pieces) == 2)
         await w.target.stop()
         w.target.opens.clear()
-        w.target.script = [ending(" and the rest")]
+        w.target.script = [ending("and the rest")]
         await w.target.start()
         await task
-        assert "".join(pieces) == "half a smile  and the rest"
+        assert "".join(pieces) == "half a smile and the rest"
         assert w.target.opens[-1].token_ids == TOKENIZER.encode("abhalf a smile ")
 
     in_world(test)
