@@ -27,13 +27,13 @@ from common.errors import (
 )
 from common.logs import fields
 from common.wire import model_to_pb
-from gateway.choices import events_of, open_choices
+from gateway.choices import events_of, gathered, open_choices
 from gateway.config import GatewayConfig
 from gateway.explain import explain
 from gateway.relay import Relay
 from gateway.spans import GatewaySpans, RequestSpans
 from gateway.spec import choices_of, read_spec
-from gateway.types import Event, Finished, GatewayStatus, Started, gathered
+from gateway.types import Event, Finished, GatewayStatus, Started
 from gateway.wire import (
     event_to_pb,
     explanation_to_pb,

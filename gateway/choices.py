@@ -4,14 +4,23 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-from collections.abc import AsyncGenerator, Sequence
+from collections.abc import AsyncGenerator, Iterable, Sequence
 
-from common.errors import CapacityError
+from common.errors import CapacityError, InternalFaultError
 from common.tokenizer import Tokenizer
 from gateway.relay import RETRY_SECONDS, Relay
 from gateway.session import Session
 from gateway.spans import RequestSpans
-from gateway.types import Delta, Finished, GenerationRequest, Progress
+from gateway.types import (
+    Choice,
+    Delta,
+    Event,
+    Finished,
+    Generation,
+    GenerationRequest,
+    Progress,
+    Started,
+)
 
 SessionEvent = Progress | Delta | Finished
 
@@ -77,3 +86,32 @@ async def events_of(
         await asyncio.gather(*waits.values(), return_exceptions=True)
         for stream in streams:
             await stream.aclose()
+
+
+def gathered(events: Iterable[Event]) -> Generation:
+    """The whole texts, out of the events of a request that has come to its end."""
+    started: Started | None = None
+    deltas: dict[int, list[Delta]] = {}
+    choices: list[Choice] = []
+    for event in events:
+        if isinstance(event, Started):
+            started = event
+        elif isinstance(event, Delta):
+            deltas.setdefault(event.index, []).append(event)
+        elif isinstance(event, Finished):
+            choices.append(_choice(event, deltas.get(event.index, [])))
+    if started is None or len(choices) != started.n:
+        raise InternalFaultError("the text has no end")
+    return Generation(started, tuple(sorted(choices, key=lambda choice: choice.index)))
+
+
+def _choice(finished: Finished, deltas: list[Delta]) -> Choice:
+    return Choice(
+        index=finished.index,
+        text="".join(delta.text for delta in deltas),
+        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
+        origins=tuple(origin for delta in deltas for origin in delta.origins),
+        finished=finished,
+        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
+        top_logprobs=tuple(top for delta in deltas for top in delta.top_logprobs),
+    )

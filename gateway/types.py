@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
 from dataclasses import dataclass
 from enum import Enum, auto
 
-from common.errors import InternalFaultError
 from common.types import (
     EngineStatus,
     FinishReason,
@@ -233,38 +231,6 @@ class Generation:
         """Short: a whole one fills screens."""
         more = f", and {len(self.choices) - 1} more" if len(self.choices) > 1 else ""
         return f"Generation({self.choices[0]._told()}{more})"
-
-
-def gathered(events: Iterable[Event]) -> Generation:
-    """The whole texts out of the events of a request that has come to its end.
-
-    Useful to whoever streams and wants the same as from `generate` besides.
-    """
-    started: Started | None = None
-    deltas: dict[int, list[Delta]] = {}
-    choices: list[Choice] = []
-    for event in events:
-        if isinstance(event, Started):
-            started = event
-        elif isinstance(event, Delta):
-            deltas.setdefault(event.index, []).append(event)
-        elif isinstance(event, Finished):
-            choices.append(_choice(event, deltas.get(event.index, [])))
-    if started is None or len(choices) != started.n:
-        raise InternalFaultError("the text has no end")
-    return Generation(started, tuple(sorted(choices, key=lambda choice: choice.index)))
-
-
-def _choice(finished: Finished, deltas: list[Delta]) -> Choice:
-    return Choice(
-        index=finished.index,
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        origins=tuple(origin for delta in deltas for origin in delta.origins),
-        finished=finished,
-        logprobs=tuple(logprob for delta in deltas for logprob in delta.logprobs),
-        top_logprobs=tuple(top for delta in deltas for top in delta.top_logprobs),
-    )
 
 
 class PeerKind(Enum):
