@@ -8,7 +8,7 @@ from collections.abc import AsyncGenerator, Iterable, Sequence
 
 from common.errors import CapacityError, InternalFaultError
 from common.tokenizer import Tokenizer
-from gateway.relay import RETRY_SECONDS, Relay
+from gateway.relay import Relay
 from gateway.session import Session
 from gateway.spans import RequestSpans
 from gateway.types import (
@@ -22,6 +22,7 @@ from gateway.types import (
     Started,
 )
 
+RETRY_SECONDS = 1.0
 SessionEvent = Progress | Delta | Finished
 
 
