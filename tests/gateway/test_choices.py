@@ -21,7 +21,9 @@ from common.seeds import hash_seed
 from common.types import OpenSequence, Progress, Verdict
 from gateway.client import Client, Delta, Finished, Started
 from gateway.client import Progress as Waiting
+from gateway.spans import GatewaySpans
 from tests.gateway.fakes import TOKENIZER, FakeTarget, World, ending, in_world, until, verdicts
+from tests.tracing import Recorder, attributes
 
 FAILURE = SequenceError(grpc.StatusCode.INTERNAL.value[0], "INTERNAL_FAULT", "its logits are NaN")
 
@@ -215,6 +217,22 @@ def test_every_choice_can_be_explained() -> None:
         assert "6 tokens" in (await w.client.explain("mine/1")).summary[0]
 
     in_world(test, target=target)
+
+
+def test_the_first_choice_is_traced() -> None:
+    target, recorder = Scripted([ending("one")], [ending("second")]), Recorder("gateway")
+
+    async def test(w: World) -> None:
+        await w.client.generate("ab", n=2)
+        first, second = target.opens
+        assert first.traceparent
+        assert second.traceparent == ""
+
+    in_world(test, target=target, spans=GatewaySpans(recorder.tracing))
+    session, root = recorder.spans
+    assert (session.name, root.name) == ("target.session", "tandem.v1.GatewayService/Generate")
+    assert attributes(root)["num_delivered"] == 3
+    assert attributes(root)["rpc.grpc.status_code"] == 0
 
 
 def test_the_sync_client_hears_all_choices() -> None:
