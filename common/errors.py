@@ -23,6 +23,13 @@ import grpc
 from google.protobuf import any_pb2, duration_pb2
 from google.rpc import code_pb2, error_details_pb2, status_pb2
 
+DOMAIN = "tandem.v1"
+"""Whose reasons these are, for `ErrorInfo`."""
+
+
+MAX_TOLD = 400
+"""Characters of a message that goes out, since it may quote what came in."""
+
 
 @dataclass(frozen=True, slots=True)
 class SequenceError:
@@ -146,13 +153,21 @@ def error_from_rpc(error: grpc.RpcError) -> TandemError:
         if key == "grpc-status-details-bin":
             for detail in status_pb2.Status.FromString(value).details:
                 violation = error_details_pb2.BadRequest()
-                info = error_details_pb2.RetryInfo()
+                info, delay = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
                 if detail.Unpack(violation) and violation.field_violations:
                     field = violation.field_violations[0].field
                     message = violation.field_violations[0].description
                 elif detail.Unpack(info):
-                    retry = info.retry_delay.ToTimedelta().total_seconds()
+                    field = field or info.metadata.get("field") or info.metadata.get("setting", "")
+                    message = message.removeprefix(f"{field}: ") if field else message
+                elif detail.Unpack(delay):
+                    retry = delay.retry_delay.ToNanoseconds() / 1e9
     return error_for(code.value[0], message, field, retry)
+
+
+def clipped(text: str) -> str:
+    """The text, as much of it as surely fits into trailing metadata."""
+    return text if len(text) <= MAX_TOLD else f"{text[: MAX_TOLD - 1]}…"
 
 
 def connection_failure(details: str) -> str:
@@ -165,21 +180,30 @@ def connection_failure(details: str) -> str:
 
 
 def status_details(error: TandemError) -> tuple[tuple[str, bytes], ...]:
-    """Trailing metadata that tells a program what str(error) tells a person (AIP-193)."""
-    details = [error_details_pb2.ErrorInfo(reason=error.reason, domain="tandem.v1")]
+    """Trailing metadata that tells a program what str(error) tells a person (AIP-193).
+
+    The field is in `ErrorInfo` (`setting` for a flag of ours) and, if it is the request's
+    fault, in `BadRequest`.
+    """
+    known = {"setting" if error.field.startswith("--") else "field": error.field}
+    details = [
+        error_details_pb2.ErrorInfo(
+            reason=error.reason, domain=DOMAIN, metadata=known if error.field else None
+        )
+    ]
     packed = []
-    if error.field:
+    if error.field and isinstance(error, InvalidRequestError):
         violation = error_details_pb2.BadRequest.FieldViolation(
-            field=error.field, description=error.message
+            field=error.field, description=clipped(error.message)
         )
         details.append(error_details_pb2.BadRequest(field_violations=[violation]))
     if error.retry_after_seconds is not None:
         delay = duration_pb2.Duration()
-        delay.FromNanoseconds(int(error.retry_after_seconds * 1e9))
+        delay.FromNanoseconds(round(error.retry_after_seconds * 1e9))
         details.append(error_details_pb2.RetryInfo(retry_delay=delay))
     for detail in details:
         packed.append(any_pb2.Any())
         packed[-1].Pack(detail)
     code = code_pb2.Code.Value(error.code.name)
-    status = status_pb2.Status(code=code, message=str(error), details=packed)
+    status = status_pb2.Status(code=code, message=clipped(str(error)), details=packed)
     return (("grpc-status-details-bin", status.SerializeToString()),)

@@ -6,43 +6,34 @@ import asyncio
 import contextlib
 import functools
 import logging
-import secrets
 import time
 import uuid
-from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable, Iterable
+from collections.abc import AsyncGenerator, AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from typing import Any, TypeVar
 
 import grpc
 from tandem.v1 import gateway_pb2 as pb
-from tandem.v1 import gateway_pb2_grpc, types_pb2
+from tandem.v1 import gateway_pb2_grpc
 
 import common
 from common.errors import (
     AbandonedError,
     InternalFaultError,
-    InvalidRequestError,
     NotFoundError,
-    NotServedError,
     TandemError,
+    clipped,
     status_details,
 )
 from common.logs import fields
-from common.types import Rule, SamplingParams, Tokens
-from common.wire import model_to_pb, rule_from_pb, sampling_from_pb
+from common.wire import model_to_pb
+from gateway.choices import events_of, gathered, open_choices
 from gateway.config import GatewayConfig
 from gateway.explain import explain
-from gateway.relay import Relay, Served
+from gateway.relay import Relay
 from gateway.spans import GatewaySpans, RequestSpans
-from gateway.types import (
-    Delta,
-    Event,
-    Finished,
-    GatewayStatus,
-    Generation,
-    GenerationRequest,
-    Started,
-)
+from gateway.spec import choices_of, read_spec
+from gateway.types import Event, Finished, GatewayStatus, Started
 from gateway.wire import (
     event_to_pb,
     explanation_to_pb,
@@ -54,7 +45,6 @@ log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 ResponseT = TypeVar("ResponseT")
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GatewayService"].full_name
-ROLES = ("system", "user", "assistant")
 
 add_to_server = gateway_pb2_grpc.add_GatewayServiceServicer_to_server
 
@@ -74,7 +64,7 @@ def _told(
             request_id = getattr(getattr(request, "spec", None), "request_id", None)
             log.exception("fault in %s", method.__name__, extra=fields(request_id=request_id))
             error = InternalFaultError("the gateway has failed, see its log")
-        await context.abort(error.code, str(error), status_details(error))
+        await context.abort(error.code, clipped(str(error)), status_details(error))
         raise AssertionError("abort raises")
 
     return answer
@@ -95,18 +85,8 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
         self, request: pb.GenerateRequest, context: Context
     ) -> pb.GenerateResponse:
         """Answer once."""
-        started: Started | None = None
-        deltas: list[Delta] = []
         async with self._answering("Generate", request.spec, context) as events:
-            async for event in events:
-                if isinstance(event, Started):
-                    started = event
-                elif isinstance(event, Delta):
-                    deltas.append(event)
-                elif isinstance(event, Finished):
-                    assert started is not None
-                    return generation_to_pb(_gather(started, deltas, event))
-        raise InternalFaultError("the text has no end")
+            return generation_to_pb(gathered([event async for event in events]))
 
     @_told
     async def StreamGenerate(  # type: ignore[override]  # noqa: N802
@@ -197,7 +177,14 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
             )
             if spans is not None:
                 spans.accepted(request)
-            session = self._relay.open(request, arrived_at, spans)
+            num = max(1, spec.n)
+            sessions = open_choices(
+                self._relay,
+                choices_of(request, num),
+                self._config.max_live_requests,
+                arrived_at,
+                spans,
+            )
         except TandemError:
             self._relay.refused()
             raise
@@ -210,134 +197,19 @@ class GatewayServicer(gateway_pb2_grpc.GatewayServiceServicer):
                 weights_fingerprint=served.model.weights_fingerprint,
                 num_prompt_tokens=len(request.prompt),
                 max_lookahead=request.lookahead,
+                n=num,
+                num_prefix_tokens=len(request.output_prefix),
             )
-            async with contextlib.aclosing(session.events(served.tokenizer)) as events:
+            async with contextlib.aclosing(events_of(sessions, served.tokenizer)) as events:
                 async for event in events:
                     if isinstance(event, Finished) and request.explain:
-                        explanation = explain(self._relay.record(session))
+                        explanation = explain(self._relay.record(sessions[event.index]))
                         event = replace(event, explanation=explanation)
                     yield event
+                    if isinstance(event, Finished):
+                        self._relay.close(sessions[event.index])
         finally:
-            self._relay.close(session)
+            for session in sessions:
+                self._relay.close(session)
             if spans is not None:
-                spans.recorded(session.record())
-
-
-def _gather(started: Started, deltas: list[Delta], finished: Finished) -> Generation:
-    return Generation(
-        text="".join(delta.text for delta in deltas),
-        token_ids=tuple(token_id for delta in deltas for token_id in delta.token_ids),
-        origins=tuple(origin for delta in deltas for origin in delta.origins),
-        started=started,
-        finished=finished,
-    )
-
-
-def read_spec(
-    spec: pb.GenerationSpec,
-    served: Served,
-    config: GatewayConfig,
-    max_lookahead: int,
-    timeout_seconds: float | None = None,
-) -> GenerationRequest:
-    """A request out of its message.
-
-    Raises `InvalidRequestError` or `NotServedError` naming the field as the message does.
-    """
-    _refuse_unserved(spec)
-    prompt = _read_prompt(spec, served)
-    model = served.model
-    room = model.context_len - len(prompt)
-    if room < 1:
-        raise InvalidRequestError(
-            f"is {len(prompt)} tokens, must be fewer than the context's {model.context_len}",
-            field="input",
-        )
-    for index, string in enumerate(spec.stop_strings):
-        if not string:
-            raise InvalidRequestError("is empty", field=f"stop_strings[{index}]")
-    _check_ids(spec.sampling.stop_token_ids, "sampling.stop_token_ids", model.vocab_size)
-    options = spec.speculation
-    lookahead = max_lookahead
-    if options.HasField("max_lookahead"):
-        lookahead = min(lookahead, options.max_lookahead)
-    return GenerationRequest(
-        request_id=spec.request_id or uuid.uuid4().hex,
-        model=model,
-        prompt=prompt,
-        sampling=_read_sampling(spec, min(room, config.default_max_tokens), room),
-        stop_strings=tuple(spec.stop_strings),
-        lookahead=0 if options.disabled else lookahead,
-        priority=spec.priority,
-        explain=spec.explain,
-        timeout_seconds=timeout_seconds,
-    )
-
-
-def _refuse_unserved(spec: pb.GenerationSpec) -> None:
-    sampling = spec.sampling
-    asked = {
-        "sampling.repetition_penalty": sampling.HasField("repetition_penalty")
-        and sampling.repetition_penalty != 1,
-        "sampling.presence_penalty": sampling.presence_penalty != 0,
-        "sampling.frequency_penalty": sampling.frequency_penalty != 0,
-        "sampling.logit_bias": bool(sampling.logit_bias),
-        "sampling.min_tokens": sampling.min_tokens != 0,
-        "sampling.num_logprobs": sampling.HasField("num_logprobs"),
-        "n": spec.n > 1,
-        "output_prefix_ids": bool(spec.output_prefix_ids),
-    }
-    for field, is_asked in asked.items():
-        if is_asked:
-            raise NotServedError("is not served yet; leave it unset", field=field)
-    if sampling.seed:
-        raise InvalidRequestError("must be left unset; set seed instead", field="sampling.seed")
-    if sampling.rule:
-        raise InvalidRequestError(
-            "must be left unset; set speculation.rule instead", field="sampling.rule"
-        )
-
-
-def _read_prompt(spec: pb.GenerationSpec, served: Served) -> Tokens:
-    match spec.WhichOneof("input"):
-        case "text":
-            field, prompt = "text", served.tokenizer.encode(spec.text)
-        case "chat":
-            field = "chat.messages"
-            for index, message in enumerate(spec.chat.messages):
-                if message.role not in ROLES:
-                    raise InvalidRequestError(
-                        f'is "{message.role}", must be one of {", ".join(ROLES)}',
-                        field=f"chat.messages[{index}].role",
-                    )
-            turns = [{"role": m.role, "content": m.content} for m in spec.chat.messages]
-            prompt = served.tokenizer.render_chat(turns) if turns else ()
-        case "tokens":
-            field, prompt = "tokens.token_ids", tuple(spec.tokens.token_ids)
-            _check_ids(prompt, field, served.model.vocab_size)
-        case _:
-            raise InvalidRequestError("is missing; set text, chat or tokens", field="input")
-    if not prompt:
-        raise InvalidRequestError("is empty", field=field)
-    return prompt
-
-
-def _check_ids(token_ids: Iterable[int], field: str, vocab_size: int) -> None:
-    for index, token_id in enumerate(token_ids):
-        if token_id >= vocab_size:
-            raise InvalidRequestError(
-                f"is {token_id}, must be below the vocabulary size of {vocab_size}",
-                field=f"{field}[{index}]",
-            )
-
-
-def _read_sampling(spec: pb.GenerationSpec, default_max_tokens: int, room: int) -> SamplingParams:
-    rule = spec.speculation.rule
-    if rule not in types_pb2.Rule.values():
-        raise InvalidRequestError(f"is {rule}, which is no rule", field="speculation.rule")
-    return sampling_from_pb(
-        spec.sampling,
-        max_tokens=min(spec.sampling.max_tokens or default_max_tokens, room),
-        seed=spec.seed if spec.HasField("seed") else secrets.randbits(64),
-        rule=rule_from_pb(rule, Rule.COUPLED),
-    )
+                spans.recorded(sessions[0].record())

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from numbers import Real
 from typing import Any, cast
 
@@ -44,6 +44,15 @@ class Options:
     priority: int = 0
     request_id: str = ""
     explain: bool = False  # the last event then says what bounded the request
+    repetition_penalty: float = 1.0  # divides the logits of tokens seen; 1: off
+    presence_penalty: float = 0.0  # off the logits of tokens generated
+    frequency_penalty: float = 0.0  # the same, for every time that one was generated
+    logit_bias: Mapping[int, float] = field(default_factory=dict)  # added, by token id
+    min_tokens: int = 0  # the text does not end before, unless by a stop string
+    logprobs: int | None = None  # of each token and of so many likeliest; None: none
+    n: int = 1  # choices; each has a seed of its own
+    output_prefix_ids: Sequence[int] = ()  # output that is here already: resumes after it
+    cache_salt: str = ""  # only requests with the same salt share cached prefixes
     timeout: float | None = None  # seconds
     traceparent: str = ""  # W3C trace context of the caller; its sampled flag decides
 
@@ -65,16 +74,11 @@ def spec_to_pb(prompt: Prompt, options: Options) -> pb.GenerationSpec:
             if o.lookahead is None
             else _whole("speculation.max_lookahead", o.lookahead, *UINT32),
         ),
+        n=_whole("n", o.n, 1, UINT32[1]),
+        output_prefix_ids=_ids("output_prefix_ids", o.output_prefix_ids),
+        cache_salt=_text("cache_salt", o.cache_salt),
     )
-    sampling = spec.sampling
-    sampling.temperature = _number("sampling.temperature", o.temperature)
-    sampling.top_k = _whole("sampling.top_k", o.top_k, *UINT32)
-    sampling.top_p = _number("sampling.top_p", o.top_p)
-    sampling.min_p = _number("sampling.min_p", o.min_p)
-    if o.max_tokens is not None:
-        sampling.max_tokens = _whole("sampling.max_tokens", o.max_tokens, 1, UINT32[1])
-    sampling.stop_token_ids.extend(_ids("sampling.stop_token_ids", o.stop_token_ids))
-    sampling.ignore_eos = _truth("sampling.ignore_eos", o.ignore_eos)
+    _put_sampling(spec.sampling, o)
     _put_prompt(spec, prompt)
     return spec
 
@@ -87,6 +91,33 @@ def beside(options: Options) -> dict[str, Any]:
     if not (parent.isascii() and parent.isprintable()):
         raise InvalidRequestError(f"is {parent!r}, must be a W3C traceparent", field="traceparent")
     return {"timeout": timeout, "metadata": (("traceparent", parent),) if parent else None}
+
+
+def _put_sampling(sampling: types_pb2.SamplingParams, o: Options) -> None:
+    for name in (
+        "temperature",
+        "top_p",
+        "min_p",
+        "repetition_penalty",
+        "presence_penalty",
+        "frequency_penalty",
+    ):
+        setattr(sampling, name, _number(f"sampling.{name}", getattr(o, name)))
+    sampling.top_k = _whole("sampling.top_k", o.top_k, *UINT32)
+    sampling.min_tokens = _whole("sampling.min_tokens", o.min_tokens, *UINT32)
+    if o.max_tokens is not None:
+        sampling.max_tokens = _whole("sampling.max_tokens", o.max_tokens, 1, UINT32[1])
+    if o.logprobs is not None:
+        sampling.num_logprobs = _whole("sampling.num_logprobs", o.logprobs, *UINT32)
+    sampling.stop_token_ids.extend(_ids("sampling.stop_token_ids", o.stop_token_ids))
+    sampling.ignore_eos = _truth("sampling.ignore_eos", o.ignore_eos)
+    if not isinstance(o.logit_bias, Mapping):
+        raise InvalidRequestError(
+            f"is {o.logit_bias!r}, must map token ids to numbers", field="sampling.logit_bias"
+        )
+    for token_id, bias in o.logit_bias.items():
+        entry = f"sampling.logit_bias[{token_id}]"
+        sampling.logit_bias[_whole(entry, token_id, *UINT32)] = _number(entry, bias)
 
 
 def _put_prompt(spec: pb.GenerationSpec, prompt: Prompt) -> None:

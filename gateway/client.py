@@ -7,7 +7,8 @@
             if isinstance(event, Delta):
                 print(event.text, end="")
 
-Every failure is a `TandemError` of `common.errors`.
+Every failure is a `TandemError` of `common.errors`. A stream that breaks can be taken up again
+with the seed and the ids that have come, see "Resuming" in `gateway/README.md`.
 """
 
 from __future__ import annotations
@@ -29,6 +30,7 @@ from common.types import ModelInfo, Rule
 from common.wire import model_from_pb
 from gateway.asking import Options, Prompt, beside, spec_to_pb
 from gateway.types import (
+    Choice,
     Delta,
     Event,
     Explanation,
@@ -48,6 +50,7 @@ from gateway.wire import (
 
 __all__ = [
     "AsyncClient",
+    "Choice",
     "Client",
     "Delta",
     "Event",
@@ -103,7 +106,7 @@ class Client:
     def generate(
         self, prompt: Prompt, options: Options | None = None, **overrides: Any
     ) -> Generation:
-        """A whole text; overrides are fields of `Options`."""
+        """A whole text, or several; overrides are fields of `Options`."""
         options = replace(options or Options(), **overrides)
         request = pb.GenerateRequest(spec=spec_to_pb(prompt, options))
         try:
@@ -114,7 +117,7 @@ class Client:
     def stream(
         self, prompt: Prompt, options: Options | None = None, **overrides: Any
     ) -> Generator[Event, None, None]:
-        """Started, then deltas and progress, then Finished; closing it cancels the request."""
+        """Started, then deltas and progress, and Finished for each choice; closing it cancels."""
         options = replace(options or Options(), **overrides)
         request = pb.StreamGenerateRequest(spec=spec_to_pb(prompt, options))
         call = self._stub.StreamGenerate(request, **beside(options))
@@ -179,7 +182,7 @@ class AsyncClient:
     async def generate(
         self, prompt: Prompt, options: Options | None = None, **overrides: Any
     ) -> Generation:
-        """A whole text; overrides are fields of `Options`."""
+        """A whole text, or several; overrides are fields of `Options`."""
         options = replace(options or Options(), **overrides)
         request = pb.GenerateRequest(spec=spec_to_pb(prompt, options))
         try:
@@ -190,7 +193,7 @@ class AsyncClient:
     async def stream(
         self, prompt: Prompt, options: Options | None = None, **overrides: Any
     ) -> AsyncGenerator[Event, None]:
-        """Started, then deltas and progress, then Finished; closing it cancels the request."""
+        """Started, then deltas and progress, and Finished for each choice; closing it cancels."""
         options = replace(options or Options(), **overrides)
         request = pb.StreamGenerateRequest(spec=spec_to_pb(prompt, options))
         call = self._stub.StreamGenerate(request, **beside(options))

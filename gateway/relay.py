@@ -133,7 +133,9 @@ class Relay:
         if self._draining:
             raise UnavailableError("the gateway stops", retry_after_seconds=RETRY_SECONDS)
         if self._served is not None and name not in ("", self._served.model.name):
-            raise NotFoundError(f'"{name}" is not served; there is "{self._served.model.name}"')
+            raise NotFoundError(
+                f'"{name}" is not served; there is "{self._served.model.name}"', field="model"
+            )
         if self._served is None or not self._target.ready:
             raise UnavailableError(
                 f"no target is ready: {self._target.status().detail}",
@@ -146,9 +148,11 @@ class Relay:
         request: GenerationRequest,
         arrived_at: float | None = None,
         spans: RequestSpans | None = None,
+        fork_of: Session | None = None,
     ) -> Session:
         """Begin a request; whoever opens a session closes it in the end.
 
+        fork_of is a session with the same prompt whose blocks this one may share.
         Raises `CapacityError`, or `UnavailableError` if no target is there.
         """
         self.served(request.model.name)
@@ -159,7 +163,10 @@ class Relay:
             )
         if arrived_at is None:
             arrived_at = time.monotonic()
-        session = Session(request, self._target, next(self._ids), arrived_at, self.metrics, spans)
+        parent_id = fork_of.target_id if fork_of is not None else 0
+        session = Session(
+            request, self._target, next(self._ids), arrived_at, self.metrics, spans, parent_id
+        )
         self._sessions.add(session)
         self._attach(session)
         return session

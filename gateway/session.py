@@ -52,15 +52,17 @@ class Session:
         arrived_at: float,
         metrics: GatewayMetrics,
         spans: RequestSpans | None = None,
+        fork_of: int = 0,
     ) -> None:
         self.request = request
         self.spans = spans  # of a sampled request
         self.trace_id = spans.trace_id if spans else ""  # for logs and exemplars
         self.finished: Finished | None = None  # once the client has been told the end
         self.error: TandemError | None = None  # once the client has been told it
-        self.committed = list(request.prompt)
+        self.committed = [*request.prompt, *request.output_prefix]
+        self.target_id = target_id
         self._target = target
-        self._target_id = target_id
+        self._fork_of = fork_of  # a target id with the same prompt; 0: none
         self._draft: Peer[Session] | None = None
         self._draft_id = 0  # also the epoch of the draft's chains
         self._lookahead = request.lookahead
@@ -105,7 +107,7 @@ class Session:
         self._closed_at = self._closed_at or time.monotonic()
         if self.spans:
             self.spans.closed()
-        self._target.close(self._target_id)
+        self._target.close(self.target_id)
         self.detach()
 
     def fail(self, error: TandemError, at_target: str | None = None) -> None:
@@ -129,7 +131,7 @@ class Session:
         self._watch.proposed(chain_id, proposal.base_len, time.monotonic())
         self._target.send(
             Proposal(
-                sequence_id=self._target_id,
+                sequence_id=self.target_id,
                 chain_id=chain_id,
                 base_len=proposal.base_len,
                 start=proposal.start,
@@ -193,7 +195,8 @@ class Session:
         self, tokenizer: Tokenizer
     ) -> AsyncGenerator[Progress | Delta | Finished, None]:
         """What the client hears after `Started`; raises `TandemError` if the request fails."""
-        text = TextStream(tokenizer, self.request.prompt, self.request.stop_strings)
+        r = self.request
+        text = TextStream(tokenizer, r.prompt, r.stop_strings, r.output_prefix, r.index)
         while True:
             item = await self._queue.get()
             if isinstance(item, TandemError):
@@ -233,6 +236,8 @@ class Session:
             resumed=len(self.committed) > len(self.request.prompt),
             timeout_seconds=timeout,
             traceparent=traceparent,
+            cache_scope=self.request.cache_scope,
+            fork_of=self._fork_of if kind == "target" else 0,
         )
 
     def _note_tokens(self, num: int) -> None:
@@ -252,15 +257,16 @@ class Session:
             speculation=self._tally.figures(),
             timing=self._timing(),
             stop=stop,
+            index=self.request.index,
         )
 
     def _usage(self) -> Usage:
-        num_prompt = len(self.request.prompt)
+        num_prompt, num_prefix = len(self.request.prompt), len(self.request.output_prefix)
         return Usage(
             prompt=num_prompt,
             cached=self._tally.cached,
             delivered=self._num_delivered,
-            discarded=len(self.committed) - num_prompt - self._num_delivered,
+            discarded=len(self.committed) - num_prompt - num_prefix - self._num_delivered,
         )
 
     def _timing(self) -> GenerationTiming:

@@ -66,20 +66,20 @@ class StopStrings:
     """
 
     def __init__(self, strings: Sequence[str]) -> None:
-        self._strings = strings
+        self._begun = [_Begun(string) for string in strings]
         self._held = ""  # may be the beginning of a stop string
         self.found: str | None = None
 
-    def feed(self, text: str) -> str:
+    def feed(self, piece: str) -> str:
         """The text that is certain to come before any stop string."""
-        text = self._held + text
-        ends = [(at + len(s), at, s) for s in self._strings if (at := text.find(s)) >= 0]
+        text = self._held + piece
+        ends = [(end, -len(b.string), b.string) for b in self._begun if (end := b.read(piece))]
         if ends:
-            _, begin, self.found = min(ends)
+            end, _, self.found = min(ends)
+            certain = len(self._held) + end - len(self.found)
             self._held = ""
-            return text[:begin]
-        num_held = max((self._num_begun(text, s) for s in self._strings), default=0)
-        certain = len(text) - num_held
+            return text[:certain]
+        certain = len(text) - max((b.num for b in self._begun), default=0)
         self._held = text[certain:]
         return text[:certain]
 
@@ -88,26 +88,76 @@ class StopStrings:
         text, self._held = self._held, ""
         return text
 
-    @staticmethod
-    def _num_begun(text: str, string: str) -> int:
-        longest = min(len(text), len(string) - 1)
-        return next((n for n in range(longest, 0, -1) if text.endswith(string[:n])), 0)
+
+class _Begun:
+    """How much of one string a text ends with, in time linear in the text.
+
+    Source: Knuth, Morris, Pratt: Fast Pattern Matching in Strings, SIAM J. Comput. 6 (1977).
+    """
+
+    def __init__(self, string: str) -> None:
+        self.string = string
+        self.num = 0  # characters
+        # borders[k]: the most characters that string[: k + 1] both begins and ends with,
+        # short of itself; made as far as they are needed.
+        self._borders = [0]
+
+    def read(self, piece: str) -> int:
+        """Go on by a piece; returns how many of its characters complete the string, or 0."""
+        string, num, at = self.string, self.num, 0
+        while at < len(piece):
+            if num == 0:
+                at = piece.find(string[0], at)
+                if at < 0:
+                    break
+            while num and piece[at] != string[num]:
+                num = self._border(num)
+            num += piece[at] == string[num]
+            at += 1
+            if num == len(string):
+                return at
+        self.num = num
+        return 0
+
+    def _border(self, num: int) -> int:
+        string, borders = self.string, self._borders
+        while len(borders) < num:
+            at, k = len(borders), borders[-1]
+            while k and string[at] != string[k]:
+                k = borders[k - 1]
+            borders.append(k + (string[at] == string[k]))
+        return borders[num - 1]
 
 
 class TextStream:
-    """Turns the verdicts of one sequence into deltas, up to a stop string."""
+    """Turns the verdicts of one sequence into deltas, up to a stop string.
+
+    prefix is output that the client already has: it makes no deltas, but what comes after it
+    is as if it had been streamed here.
+    """
 
     def __init__(
-        self, tokenizer: Tokenizer, prompt: Sequence[int], stop_strings: Sequence[str]
+        self,
+        tokenizer: Tokenizer,
+        prompt: Sequence[int],
+        stop_strings: Sequence[str],
+        prefix: Sequence[int] = (),
+        index: int = 0,
     ) -> None:
         self._detokenizer = Detokenizer(tokenizer, prompt)
         self._stops = StopStrings(stop_strings)
+        self._index = index  # of the choice
         self.num_delivered = 0  # tokens
+        for token_id in prefix:
+            self._add(token_id)
 
     @property
     def stop(self) -> str | None:
         """The stop string that has ended the text, if one has."""
         return self._stops.found
+
+    def _add(self, token_id: int) -> str:
+        return self._stops.feed(self._detokenizer.add(token_id))
 
     def take(self, verdict: Verdict) -> Delta:
         """The delta of a verdict; tokens after the one that completes a stop string drop out."""
@@ -119,7 +169,7 @@ class TextStream:
             piece = ""
             # An end-of-sequence or stop token is delivered, but it is no text.
             if not (last and verdict.finish_reason is FinishReason.STOP_TOKEN):
-                piece = self._stops.feed(self._detokenizer.add(token_id))
+                piece = self._add(token_id)
             if last and verdict.finish_reason is not None and self.stop is None:
                 piece += self._stops.feed(self._detokenizer.finish())
                 if self.stop is None:
@@ -136,4 +186,24 @@ class TextStream:
             token_ids=verdict.token_ids[:num_tokens],
             origins=verdict.origins()[:num_tokens],
             text_ends=tuple(text_ends),
+            index=self._index,
+            logprobs=verdict.logprobs[:num_tokens],
+            top_logprobs=verdict.top_logprobs[:num_tokens],
         )
+
+
+def stopped_at(
+    tokenizer: Tokenizer,
+    prompt: Sequence[int],
+    output: Sequence[int],
+    stop_strings: Sequence[str],
+) -> int | None:
+    """The index of the output token that completes a stop string; None if none does."""
+    if not stop_strings:
+        return None
+    detokenizer, stops = Detokenizer(tokenizer, prompt), StopStrings(stop_strings)
+    for index, token_id in enumerate(output):
+        stops.feed(detokenizer.add(token_id))
+        if stops.found is not None:
+            return index
+    return None

@@ -13,7 +13,11 @@ from common.types import (
     SamplingParams,
     TokenOrigin,
     Tokens,
+    TopLogprobs,
 )
+
+MAX_CHOICES = 32
+"""The most texts that one request may ask for."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,24 +41,29 @@ class GenerationRequest:
     priority: int = 0
     timeout_seconds: float | None = None
     explain: bool = False  # let the final event say what bounded the request
+    output_prefix: Tokens = ()  # output that the client already has
+    cache_scope: str = ""  # who may share cached prefixes; empty: all without a salt
+    index: int = 0  # of the choice; sampling.seed is this choice's own
 
 
 @dataclass(frozen=True, slots=True)
 class Started:
-    """How a request was taken; the first event."""
+    """How a request was taken; the first event, one for all choices."""
 
     request_id: str
-    seed: int  # reproduces the text under the coupled rule
+    seed: int  # the first choice's; reproduces all texts under the coupled rule
     rule: Rule
     model: str
     weights_fingerprint: str
     num_prompt_tokens: int
     max_lookahead: int  # 0: no drafting
+    n: int = 1  # choices
+    num_prefix_tokens: int = 0  # output that the client already had; above 0: a resume
 
 
 @dataclass(frozen=True, slots=True)
 class Progress:
-    """A request that has no text yet."""
+    """A request whose first choice has no text yet."""
 
     num_ahead: int  # requests that wait before this one
     num_prefilled: int
@@ -71,6 +80,9 @@ class Delta:
     token_ids: Tokens
     origins: tuple[TokenOrigin, ...]
     text_ends: tuple[int, ...]
+    index: int = 0  # of the choice
+    logprobs: tuple[float, ...] = ()  # of each token, if asked for
+    top_logprobs: tuple[TopLogprobs, ...] = ()  # at each token, if asked for
 
 
 @dataclass(frozen=True, slots=True)
@@ -139,7 +151,7 @@ class Explanation:
 
 @dataclass(frozen=True, slots=True)
 class Finished:
-    """The end of a text that was not cut by an error; the last event."""
+    """The end of a text that was not cut by an error; the last event of its choice."""
 
     reason: FinishReason
     usage: Usage
@@ -147,29 +159,78 @@ class Finished:
     timing: GenerationTiming
     stop: str = ""  # the stop string that ended the text
     explanation: Explanation | None = None  # if the request asked for it
+    index: int = 0  # of the choice
 
 
 Event = Started | Progress | Delta | Finished
 
 
 @dataclass(frozen=True, slots=True)
-class Generation:
-    """A whole text."""
+class Choice:
+    """One of several texts for the same prompt."""
 
+    index: int
     text: str
     token_ids: Tokens
     origins: tuple[TokenOrigin, ...]
-    started: Started
     finished: Finished
+    logprobs: tuple[float, ...] = ()  # of each token, if asked for
+    top_logprobs: tuple[TopLogprobs, ...] = ()  # at each token, if asked for
 
     def __repr__(self) -> str:
         """Short: a whole one fills screens."""
+        return f"Choice({self._told()})"
+
+    def _told(self) -> str:
         spent = self.finished.speculation
         return (
-            f"Generation({self.text!r}, {self.finished.reason.name}, {len(self.token_ids)} tokens,"
+            f"{self.text!r}, {self.finished.reason.name}, {len(self.token_ids)} tokens,"
             f" {spent.accepted}/{spent.tested} draft tokens accepted,"
-            f" {self.finished.timing.total_seconds:.2f} s)"
+            f" {self.finished.timing.total_seconds:.2f} s"
         )
+
+
+@dataclass(frozen=True, slots=True)
+class Generation:
+    """The whole texts of a request; what is said of a text is said of the first."""
+
+    started: Started
+    choices: tuple[Choice, ...]  # by index, at least one
+
+    @property
+    def text(self) -> str:
+        """The first choice's."""
+        return self.choices[0].text
+
+    @property
+    def token_ids(self) -> Tokens:
+        """The first choice's."""
+        return self.choices[0].token_ids
+
+    @property
+    def origins(self) -> tuple[TokenOrigin, ...]:
+        """The first choice's."""
+        return self.choices[0].origins
+
+    @property
+    def logprobs(self) -> tuple[float, ...]:
+        """The first choice's."""
+        return self.choices[0].logprobs
+
+    @property
+    def top_logprobs(self) -> tuple[TopLogprobs, ...]:
+        """The first choice's."""
+        return self.choices[0].top_logprobs
+
+    @property
+    def finished(self) -> Finished:
+        """The first choice's."""
+        return self.choices[0].finished
+
+    def __repr__(self) -> str:
+        """Short: a whole one fills screens."""
+        more = f", and {len(self.choices) - 1} more" if len(self.choices) > 1 else ""
+        return f"Generation({self.choices[0]._told()}{more})"
 
 
 class PeerKind(Enum):

@@ -21,8 +21,11 @@ from common.wire import (
     seconds,
     status_from_pb,
     status_to_pb,
+    top_logprobs_from_pb,
+    top_logprobs_to_pb,
 )
 from gateway.types import (
+    Choice,
     Delta,
     Event,
     Explanation,
@@ -51,6 +54,8 @@ def _started_to_pb(s: Started) -> pb.Started:
         weights_fingerprint=s.weights_fingerprint,
         num_prompt_tokens=s.num_prompt_tokens,
         max_lookahead=s.max_lookahead,
+        n=s.n,
+        num_prefix_tokens=s.num_prefix_tokens,
     )
 
 
@@ -63,6 +68,8 @@ def _started_from_pb(m: pb.Started) -> Started:
         weights_fingerprint=m.weights_fingerprint,
         num_prompt_tokens=m.num_prompt_tokens,
         max_lookahead=m.max_lookahead,
+        n=max(1, m.n),
+        num_prefix_tokens=m.num_prefix_tokens,
     )
 
 
@@ -72,11 +79,22 @@ def _delta_to_pb(d: Delta) -> pb.Delta:
         token_ids=d.token_ids,
         origins=origins_to_pb(d.origins),
         text_ends=d.text_ends,
+        index=d.index,
+        logprobs=d.logprobs,
+        top_logprobs=map(top_logprobs_to_pb, d.top_logprobs),
     )
 
 
 def _delta_from_pb(m: pb.Delta) -> Delta:
-    return Delta(m.text, tuple(m.token_ids), origins_from_pb(m.origins), tuple(m.text_ends))
+    return Delta(
+        text=m.text,
+        token_ids=tuple(m.token_ids),
+        origins=origins_from_pb(m.origins),
+        text_ends=tuple(m.text_ends),
+        index=m.index,
+        logprobs=tuple(m.logprobs),
+        top_logprobs=tuple(map(top_logprobs_from_pb, m.top_logprobs)),
+    )
 
 
 def _finished_to_pb(f: Finished) -> pb.Finished:
@@ -109,6 +127,7 @@ def _finished_to_pb(f: Finished) -> pb.Finished:
         ),
         stop=f.stop,
         explanation=explanation_to_pb(f.explanation) if f.explanation else None,
+        index=f.index,
     )
 
 
@@ -137,6 +156,7 @@ def _finished_from_pb(m: pb.Finished) -> Finished:
         ),
         stop=m.stop,
         explanation=explanation_from_pb(m.explanation) if m.HasField("explanation") else None,
+        index=m.index,
     )
 
 
@@ -206,24 +226,47 @@ def event_from_pb(m: pb.StreamGenerateResponse) -> Event | None:
 
 
 def generation_to_pb(g: Generation) -> pb.GenerateResponse:
-    """A whole text."""
+    """The whole texts."""
+    first, *further = g.choices
     return pb.GenerateResponse(
         started=_started_to_pb(g.started),
-        text=g.text,
-        token_ids=g.token_ids,
-        origins=origins_to_pb(g.origins),
-        finished=_finished_to_pb(g.finished),
+        text=first.text,
+        token_ids=first.token_ids,
+        origins=origins_to_pb(first.origins),
+        finished=_finished_to_pb(first.finished),
+        logprobs=first.logprobs,
+        top_logprobs=map(top_logprobs_to_pb, first.top_logprobs),
+        further_choices=map(_choice_to_pb, further),
     )
 
 
 def generation_from_pb(m: pb.GenerateResponse) -> Generation:
-    """A whole text."""
-    return Generation(
+    """The whole texts."""
+    further = (_choice_from_pb(choice.index, choice) for choice in m.further_choices)
+    return Generation(_started_from_pb(m.started), (_choice_from_pb(0, m), *further))
+
+
+def _choice_to_pb(c: Choice) -> pb.Choice:
+    return pb.Choice(
+        index=c.index,
+        text=c.text,
+        token_ids=c.token_ids,
+        origins=origins_to_pb(c.origins),
+        finished=_finished_to_pb(c.finished),
+        logprobs=c.logprobs,
+        top_logprobs=map(top_logprobs_to_pb, c.top_logprobs),
+    )
+
+
+def _choice_from_pb(index: int, m: pb.Choice | pb.GenerateResponse) -> Choice:
+    return Choice(
+        index=index,
         text=m.text,
         token_ids=tuple(m.token_ids),
         origins=origins_from_pb(m.origins),
-        started=_started_from_pb(m.started),
         finished=_finished_from_pb(m.finished),
+        logprobs=tuple(m.logprobs),
+        top_logprobs=tuple(map(top_logprobs_from_pb, m.top_logprobs)),
     )
 
 

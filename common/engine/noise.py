@@ -18,14 +18,12 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from common.seeds import GAMMA, MIX_1, MIX_2
 from common.types import IntArray
 
 NOISE_VERSION = "splitmix64-gumbel-1"
 
 UIntArray = npt.NDArray[np.uint64]
-_GAMMA = 0x9E3779B97F4A7C15
-_MIX_1 = 0xBF58476D1CE4E5B9
-_MIX_2 = 0x94D049BB133111EB
 
 
 class Domain(IntEnum):
@@ -84,17 +82,17 @@ class GumbelNoise:
 def stream_keys(keys: NoiseKeys, domain: Domain) -> Tensor:
     """One 64-bit stream key a row, as int64. [N]"""
     with np.errstate(over="ignore"):
-        h = _mix(keys.seeds + np.uint64(_GAMMA))
-        h = _mix((h ^ keys.positions.astype(np.uint64)) + np.uint64(_GAMMA))
-        h = _mix((h ^ np.uint64(domain)) + np.uint64(_GAMMA))
+        h = _mix(keys.seeds + np.uint64(GAMMA))
+        h = _mix((h ^ keys.positions.astype(np.uint64)) + np.uint64(GAMMA))
+        h = _mix((h ^ np.uint64(domain)) + np.uint64(GAMMA))
     return torch.from_numpy(h.view(np.int64))
 
 
 def uniform(streams: Tensor, n: int) -> Tensor:
     """The first n uniforms of each stream, strictly inside (0, 1), float64. [N] -> [N, n]"""
-    steps = torch.arange(1, n + 1, dtype=torch.int64, device=streams.device).mul_(_signed(_GAMMA))
+    steps = torch.arange(1, n + 1, dtype=torch.int64, device=streams.device).mul_(_signed(GAMMA))
     z = streams.unsqueeze(1) + steps  # wraps around, like the 64-bit arithmetic it stands for
-    for shift, factor in ((30, _MIX_1), (27, _MIX_2)):
+    for shift, factor in ((30, MIX_1), (27, MIX_2)):
         z.bitwise_xor_((z >> shift).bitwise_and_((1 << (64 - shift)) - 1)).mul_(_signed(factor))
     z.bitwise_xor_((z >> 31).bitwise_and_((1 << 33) - 1))
     # 52 bits and a half: the largest value, 1 - 2**-53, is still a float64 below 1.
@@ -107,19 +105,9 @@ def gumbel(streams: Tensor, n: int) -> Tensor:
     return uniform(streams, n).log_().neg_().log_().neg_()
 
 
-def hash_seed(seed: int, index: int) -> int:
-    """The seed of the index-th choice of a request; the first keeps the seed itself."""
-    if index == 0:
-        return seed
-    with np.errstate(over="ignore"):
-        h = _mix(np.array([seed], np.uint64) + np.uint64(_GAMMA))
-        h = _mix((h ^ np.uint64(index)) + np.uint64(_GAMMA))
-    return int(h[0])
-
-
 def _mix(z: UIntArray) -> UIntArray:
-    z = (z ^ (z >> np.uint64(30))) * np.uint64(_MIX_1)
-    z = (z ^ (z >> np.uint64(27))) * np.uint64(_MIX_2)
+    z = (z ^ (z >> np.uint64(30))) * np.uint64(MIX_1)
+    z = (z ^ (z >> np.uint64(27))) * np.uint64(MIX_2)
     return z ^ (z >> np.uint64(31))
 
 

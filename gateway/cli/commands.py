@@ -9,21 +9,22 @@ import sys
 import time
 from enum import StrEnum
 from pathlib import Path
-from typing import Annotated, Any, NoReturn
+from typing import Annotated, NoReturn
 
 import typer
 from rich.text import Text
 
 import common
 from common.config import MAX_PORT
-from common.types import FinishReason, Rule
-from gateway.asking import INT32, UINT32, UINT64
 from gateway.cli import demo as demonstration
 from gateway.cli import render
+from gateway.cli.chat import chat
+from gateway.cli.flags import GATEWAY, Gateway
+from gateway.cli.generate import generate
 from gateway.cli.processes import LocalStack, check_port
-from gateway.cli.telling import stderr, tell_stopping, told_errors, whole_lines
+from gateway.cli.telling import tell_stopping, told_errors
 from gateway.cli.viewing import Viewer, parse_rounds
-from gateway.client import Client, Delta, Finished, Message, Options, Started
+from gateway.client import Client
 from gateway.tracing import Receiver, Store
 from gateway.tracing.words import Words, from_folder, from_target
 
@@ -32,25 +33,15 @@ app = typer.Typer(
     add_completion=False,
     pretty_exceptions_enable=False,
 )
-GATEWAY = "127.0.0.1:7070"
 OTLP = "127.0.0.1:4317"
 DEMO_PAGE = Path("build/demo-trace.html")
 
-Gateway = Annotated[str, typer.Option("--gateway", "-g", help="address of the gateway")]
 Model = Annotated[
     str, typer.Option(help="hub id, folder or .gguf file; empty: the packaged small model")
 ]
 Draft = Annotated[str, typer.Option(help="ngram, none, or a model to draft with")]
 Port = Annotated[int, typer.Option(min=0, max=MAX_PORT, help="port of the gateway; 0: a free one")]
 Html = Annotated[Path | None, typer.Option(help="write the newest request as a page to this file")]
-
-
-class RuleName(StrEnum):
-    """Names of the rules on the command line."""
-
-    GREEDY = "greedy"
-    REJECTION = "rejection"
-    COUPLED = "coupled"
 
 
 class DtypeName(StrEnum):
@@ -136,103 +127,8 @@ def up(
             raise
 
 
-@app.command()
-def generate(
-    prompt: Annotated[str, typer.Argument(help="what to answer, or to continue with --raw")],
-    gateway: Gateway = GATEWAY,
-    raw: Annotated[bool, typer.Option("--raw", help="continue the text, without a chat")] = False,
-    system: Annotated[str, typer.Option(help="the chat's system message")] = "",
-    show_drafts: Annotated[
-        bool, typer.Option("--show-drafts", help="colour tokens by their origin")
-    ] = False,
-    stats: Annotated[bool, typer.Option("--stats", help="print the figures at the end")] = False,
-    explain: Annotated[
-        bool, typer.Option("--explain", help="say at the end what bounded the request")
-    ] = False,
-    model: Annotated[str, typer.Option(help="model to ask; empty: the only one")] = "",
-    max_tokens: Annotated[
-        int | None,
-        typer.Option(
-            min=1,
-            max=UINT32[1],
-            help="most tokens of the answer; default 256, never beyond the context",
-        ),
-    ] = None,
-    temperature: Annotated[
-        float, typer.Option(min=0.0, help="0: the likeliest token, always")
-    ] = 1.0,
-    top_k: Annotated[
-        int, typer.Option(min=0, max=UINT32[1], help="of the k likeliest tokens only; 0: all")
-    ] = 0,
-    top_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="of the likeliest with this mass only")
-    ] = 1.0,
-    min_p: Annotated[
-        float, typer.Option(min=0.0, max=1.0, help="none below this part of the likeliest")
-    ] = 0.0,
-    stop: Annotated[list[str] | None, typer.Option(help="ends the text; repeatable")] = None,
-    stop_token_id: Annotated[
-        list[int] | None, typer.Option(min=0, max=UINT32[1], help="ends the text; repeatable")
-    ] = None,
-    seed: Annotated[
-        int | None, typer.Option(min=0, max=UINT64[1], help="reproduces an answer")
-    ] = None,
-    ignore_eos: Annotated[bool, typer.Option("--ignore-eos", help="run on over the end")] = False,
-    rule: Annotated[RuleName | None, typer.Option(help="how draft tokens are tested")] = None,
-    lookahead: Annotated[
-        int | None, typer.Option(min=0, max=UINT32[1], help="how far drafts may be ahead")
-    ] = None,
-    speculate: Annotated[bool, typer.Option(help="whether to use drafts")] = True,
-    priority: Annotated[
-        int, typer.Option(min=INT32[0], max=INT32[1], help="higher goes first")
-    ] = 0,
-    timeout: Annotated[float | None, typer.Option(help="seconds until it is given up")] = None,
-) -> None:
-    """Ask a running gateway and stream the answer."""
-    options = Options(
-        model=model,
-        max_tokens=max_tokens,
-        temperature=temperature,
-        top_k=top_k,
-        top_p=top_p,
-        min_p=min_p,
-        stop=stop or (),
-        stop_token_ids=tuple(stop_token_id or ()),
-        seed=seed,
-        ignore_eos=ignore_eos,
-        rule=Rule[rule.name] if rule else None,
-        lookahead=lookahead,
-        speculate=speculate,
-        priority=priority,
-        explain=explain,
-        timeout=timeout,
-    )
-    turns: Any = prompt
-    if not raw:
-        turns = [Message("system", system)] if system else []
-        turns.append(Message("user", prompt))
-    console = render.console()
-    with told_errors(), Client(gateway) as client:
-        started: Started | None = None
-        for event in whole_lines(client.stream(turns, options), console):
-            if isinstance(event, Started):
-                started = event
-            elif isinstance(event, Delta):
-                piece = render.coloured(event) if show_drafts else Text(event.text)
-                render.print_piece(console, piece)
-            elif isinstance(event, Finished):
-                console.print()
-                if event.reason is FinishReason.LENGTH:
-                    note = f"[cut at {event.usage.delivered} tokens; see --max-tokens]"
-                    stderr().print(Text(note, style="dim"))
-                if stats and started is not None:
-                    rule_name = started.rule.name.lower()
-                    console.print(f"\nseed {started.seed}, {rule_name}, {started.model}")
-                    console.print(f"request {started.request_id}")
-                    console.print(render.stats(event))
-                if event.explanation is not None:
-                    console.print()
-                    console.print(render.explanation(event.explanation))
+app.command()(generate)
+app.command()(chat)
 
 
 @app.command()

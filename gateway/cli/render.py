@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 from rich.console import Console
 from rich.table import Table
 from rich.text import Text
 
-from common.types import TokenOrigin
+from common.types import TokenOrigin, TopLogprobs
 from gateway.types import (
     Delta,
     Explanation,
@@ -54,6 +56,37 @@ def coloured(delta: Delta) -> Text:
 def print_piece(console: Console, piece: Text) -> None:
     """Print without a line break, and without wrapping what is still growing."""
     console.print(piece, end="", soft_wrap=True, highlight=False)
+
+
+def print_delta(console: Console, delta: Delta, show_drafts: bool) -> None:
+    """Print a delta's text, in colours if drafts are to be shown."""
+    print_piece(console, coloured(delta) if show_drafts else Text(delta.text))
+
+
+def logprobs(deltas: Iterable[Delta]) -> Table:
+    """A row for each token: its log probability, and the likeliest tokens at its place.
+
+    Of those whose text is not known from the answer itself, the id is shown.
+    """
+    rows: list[tuple[str, float, TopLogprobs | None]] = []
+    known: dict[int, str] = {}
+    for delta in deltas:
+        begin = 0
+        tops = delta.top_logprobs or [None] * len(delta.token_ids)
+        parts = zip(delta.token_ids, delta.text_ends, delta.logprobs, tops, strict=True)
+        for token_id, end, logprob, top in parts:
+            piece, begin = delta.text[begin:end], end
+            known[token_id] = repr(piece) if piece else str(token_id)
+            rows.append((known[token_id], logprob, top))
+    table = Table(box=None, pad_edge=False, header_style="bold")
+    table.add_column("token")
+    table.add_column("logprob", justify="right")
+    table.add_column("likeliest")
+    for name, logprob, top in rows:
+        pairs = zip(top.token_ids, top.logprobs, strict=True) if top else ()
+        likeliest = ", ".join(f"{known.get(i, i)} {value:.2f}" for i, value in pairs)
+        table.add_row(Text(name), f"{logprob:.2f}", Text(likeliest))
+    return table
 
 
 def figures(rows: list[tuple[str, Finished]]) -> Table:

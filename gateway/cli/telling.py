@@ -16,10 +16,18 @@ from gateway.client import Client, Delta, Event
 
 FLAGS = {
     "address": "--gateway",
+    "cache_salt": "--cache-salt",
     "model": "--model",
+    "n": "--n",
     "priority": "--priority",
+    "sampling.frequency_penalty": "--frequency-penalty",
+    "sampling.logit_bias": "--logit-bias",
     "sampling.max_tokens": "--max-tokens",
     "sampling.min_p": "--min-p",
+    "sampling.min_tokens": "--min-tokens",
+    "sampling.num_logprobs": "--logprobs",
+    "sampling.presence_penalty": "--presence-penalty",
+    "sampling.repetition_penalty": "--repetition-penalty",
     "sampling.stop_token_ids": "--stop-token-id",
     "sampling.temperature": "--temperature",
     "sampling.top_k": "--top-k",
@@ -40,17 +48,22 @@ def stderr() -> Console:
 
 @contextlib.contextmanager
 def told_errors() -> Iterator[None]:
-    """One red line for what can be told."""
+    """Ends the process with a line for what can be told."""
     try:
         yield
     except (TandemError, StackError) as error:
-        told = str(error)
-        if isinstance(error, TimedOutError):
-            told += " (--timeout)"
-        elif isinstance(error, TandemError) and error.field:
-            told = f"{FLAGS.get(error.field.partition('[')[0], error.field)}: {error.message}"
-        stderr().print(Text(f"tandem: {told}", style="red"))
+        tell_error(error)
         sys.exit(1)
+
+
+def tell_error(error: TandemError | StackError) -> None:
+    """One red line, which names the flag at fault if there is one."""
+    told = str(error)
+    if isinstance(error, TimedOutError):
+        told += " (--timeout)"
+    elif isinstance(error, TandemError) and error.field:
+        told = f"{FLAGS.get(error.field.partition('[')[0], error.field)}: {error.message}"
+    stderr().print(Text(f"tandem: {told}", style="red"))
 
 
 def whole_lines(events: Iterable[Event], console: Console) -> Iterator[Event]:

@@ -7,11 +7,14 @@ from typing import Any
 
 import grpc
 import pytest
+from google.rpc import error_details_pb2, status_pb2
 
 from common.errors import (
+    CapacityError,
     ConfigurationError,
     InternalFaultError,
     InvalidRequestError,
+    NotFoundError,
     TandemError,
     connection_failure,
     error_for,
@@ -59,6 +62,42 @@ def test_an_error_comes_back_as_it_went(kind: type[TandemError]) -> None:
         assert str(back) == str(error)
         assert (back.message, back.field) == (error.message, error.field)
         assert back.retry_after_seconds == error.retry_after_seconds
+
+
+def details(error: TandemError) -> dict[str, Any]:
+    """What a program finds in the trailing metadata, by the names of the messages."""
+    ((key, value),) = status_details(error)
+    assert key == "grpc-status-details-bin"
+    status = status_pb2.Status.FromString(value)
+    assert (status.code, status.message) == (error.code.value[0], str(error))
+    kinds = (error_details_pb2.ErrorInfo, error_details_pb2.BadRequest, error_details_pb2.RetryInfo)
+    found = {}
+    for packed in status.details:
+        for kind in kinds:
+            message = kind()
+            if packed.Unpack(message):
+                found[kind.__name__] = message
+    assert len(found) == len(status.details)
+    return found
+
+
+def test_programs_find_reason_field_and_retry_time() -> None:
+    wrong = details(InvalidRequestError("is 2", field="sampling.top_p"))
+    assert set(wrong) == {"ErrorInfo", "BadRequest"}
+    info = wrong["ErrorInfo"]
+    assert (info.reason, info.domain) == ("INVALID_REQUEST", "tandem.v1")
+    assert dict(info.metadata) == {"field": "sampling.top_p"}
+    (violation,) = wrong["BadRequest"].field_violations
+    assert (violation.field, violation.description) == ("sampling.top_p", "is 2")
+    missing = details(NotFoundError("is not served", field="model"))
+    assert set(missing) == {"ErrorInfo"}
+    assert dict(missing["ErrorInfo"].metadata) == {"field": "model"}
+    setting = details(ConfigurationError("is -1", field="--lookahead"))
+    assert dict(setting["ErrorInfo"].metadata) == {"setting": "--lookahead"}
+    full = details(CapacityError("full", retry_after_seconds=0.25))
+    assert set(full) == {"ErrorInfo", "RetryInfo"}
+    assert full["RetryInfo"].retry_delay.ToNanoseconds() == 250_000_000
+    assert dict(full["ErrorInfo"].metadata) == {}
 
 
 def test_codes_that_nobody_of_ours_sends_are_internal() -> None:

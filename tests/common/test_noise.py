@@ -16,7 +16,6 @@ from common.engine.noise import (
     GumbelNoise,
     NoiseKeys,
     gumbel,
-    hash_seed,
     stream_keys,
     uniform,
 )
@@ -121,11 +120,3 @@ def test_rows_do_not_depend_on_their_batch() -> None:
         GumbelNoise().choose(keys[np.array([i])], Domain.TOKEN, log_w[i : i + 1]) for i in range(9)
     ]
     assert together.tolist() == torch.cat(alone).tolist()
-
-
-def test_hashed_seeds() -> None:
-    assert hash_seed(17, 0) == 17
-    assert (
-        len({hash_seed(17, i) for i in range(1000)} | {hash_seed(18, i) for i in range(1000)})
-        == 2000
-    )

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
+import hashlib
 import subprocess
 import sys
-from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
 import grpc
@@ -20,85 +20,17 @@ from common.errors import (
     InternalFaultError,
     InvalidRequestError,
     NotFoundError,
-    NotServedError,
-    TandemError,
     TimedOutError,
 )
-from common.types import FinishReason, Rule, Verdict
-from gateway.api import read_spec
+from common.types import FinishReason, Rule, SamplingParams, TopLogprobs, Verdict
 from gateway.client import Client, Delta, Finished, Message, Options
 from gateway.config import GatewayConfig
 from gateway.relay import Served
+from gateway.spec import read_spec
 from tests.gateway.fakes import EOS, TARGET_MODEL, TOKENIZER, World, ending, in_world, until, world
 
 SERVED = Served(TARGET_MODEL, TOKENIZER)
 CONFIG = GatewayConfig()
-
-
-def spec(change: Callable[[pb.GenerationSpec], object]) -> pb.GenerationSpec:
-    made = pb.GenerationSpec(text="ab")
-    change(made)
-    return made
-
-
-def sampling(**fields: Any) -> Callable[[pb.GenerationSpec], object]:
-    return lambda s: s.MergeFrom(pb.GenerationSpec(sampling=fields))  # type: ignore[arg-type]
-
-
-def fields(**given: Any) -> Callable[[pb.GenerationSpec], object]:
-    return lambda s: s.MergeFrom(pb.GenerationSpec(**given))
-
-
-def chat(*turns: tuple[str, str]) -> Callable[[pb.GenerationSpec], object]:
-    messages = [pb.ChatMessage(role=role, content=content) for role, content in turns]
-    return fields(chat=pb.ChatInput(messages=messages))
-
-
-def tokens(*ids: int) -> Callable[[pb.GenerationSpec], object]:
-    return fields(tokens=pb.TokenInput(token_ids=ids))
-
-
-WRONG: list[tuple[Callable[[pb.GenerationSpec], object], type[TandemError], str]] = [
-    (lambda s: s.ClearField("text"), InvalidRequestError, "input"),
-    (fields(text=""), InvalidRequestError, "text"),
-    (fields(text="x" * 1000), InvalidRequestError, "input"),
-    (tokens(), InvalidRequestError, "tokens.token_ids"),
-    (tokens(1, 260), InvalidRequestError, "tokens.token_ids[1]"),
-    (tokens(*range(200), *range(200), *([1] * 600)), InvalidRequestError, "input"),
-    (chat(), InvalidRequestError, "chat.messages"),
-    (chat(("user", "a"), ("robot", "b")), InvalidRequestError, "chat.messages[1].role"),
-    (chat(("", "a")), InvalidRequestError, "chat.messages[0].role"),
-    (chat(("user", "a"), ("system", "b")), InvalidRequestError, "chat"),
-    (sampling(temperature=-1), InvalidRequestError, "sampling.temperature"),
-    (sampling(temperature=math.nan), InvalidRequestError, "sampling.temperature"),
-    (sampling(temperature=math.inf), InvalidRequestError, "sampling.temperature"),
-    (sampling(top_p=0), InvalidRequestError, "sampling.top_p"),
-    (sampling(top_p=1.5), InvalidRequestError, "sampling.top_p"),
-    (sampling(min_p=1), InvalidRequestError, "sampling.min_p"),
-    (sampling(stop_token_ids=[1, 260]), InvalidRequestError, "sampling.stop_token_ids[1]"),
-    (sampling(seed=1), InvalidRequestError, "sampling.seed"),
-    (sampling(rule=3), InvalidRequestError, "sampling.rule"),
-    (fields(stop_strings=["a", ""]), InvalidRequestError, "stop_strings[1]"),
-    (lambda s: setattr(s.speculation, "rule", 1), InvalidRequestError, "speculation.rule"),
-    (lambda s: setattr(s.speculation, "rule", 9), InvalidRequestError, "speculation.rule"),
-    (sampling(repetition_penalty=1.1), NotServedError, "sampling.repetition_penalty"),
-    (sampling(presence_penalty=0.1), NotServedError, "sampling.presence_penalty"),
-    (sampling(frequency_penalty=0.1), NotServedError, "sampling.frequency_penalty"),
-    (sampling(logit_bias={1: 0.0}), NotServedError, "sampling.logit_bias"),
-    (sampling(min_tokens=1), NotServedError, "sampling.min_tokens"),
-    (sampling(num_logprobs=0), NotServedError, "sampling.num_logprobs"),
-    (fields(n=2), NotServedError, "n"),
-    (fields(output_prefix_ids=[1]), NotServedError, "output_prefix_ids"),
-]
-
-
-@pytest.mark.parametrize(("change", "kind", "field"), WRONG)
-def test_a_wrong_field_is_named(
-    change: Callable[[pb.GenerationSpec], object], kind: type[TandemError], field: str
-) -> None:
-    with pytest.raises(TandemError) as caught:
-        read_spec(spec(change), SERVED, CONFIG, 8)
-    assert (type(caught.value), caught.value.field) == (kind, field)
 
 
 def test_defaults_and_harmless_values_are_taken() -> None:
@@ -112,9 +44,8 @@ def test_defaults_and_harmless_values_are_taken() -> None:
     other = read_spec(pb.GenerationSpec(text="the"), SERVED, CONFIG, 8)
     assert plain.sampling.seed != other.sampling.seed
     assert plain.request_id != other.request_id
-    harmless = spec(sampling(repetition_penalty=1.0))
-    harmless.n = 1
-    harmless.seed = 0
+    harmless = pb.GenerationSpec(text="ab", n=1, seed=0)
+    harmless.sampling.repetition_penalty = 1.0
     assert read_spec(harmless, SERVED, CONFIG, 8).sampling.seed == 0
 
 
@@ -143,8 +74,78 @@ def test_lookahead_is_the_least_of_all(options: dict[str, Any], lookahead: int) 
 
 
 def test_chat_ends_where_the_assistant_begins() -> None:
-    request = read_spec(spec(chat(("user", "hi"))), SERVED, CONFIG, 8)
+    chat = pb.ChatInput(messages=[pb.ChatMessage(role="user", content="hi")])
+    request = read_spec(pb.GenerationSpec(chat=chat), SERVED, CONFIG, 8)
     assert request.prompt == TOKENIZER.encode("<s>user:hi<s>assistant:")
+
+
+def test_everything_that_shapes_p_reaches_the_target() -> None:
+    async def test(w: World) -> None:
+        w.target.script = [ending("hello")]
+        asked = Options(
+            temperature=0.5,
+            top_k=9,
+            top_p=0.5,
+            min_p=0.25,
+            repetition_penalty=1.5,
+            presence_penalty=-2,
+            frequency_penalty=2,
+            logit_bias={7: -100, 3: 2.5},
+            min_tokens=4,
+            max_tokens=9,
+            stop_token_ids=(5, 6),
+            ignore_eos=True,
+            logprobs=3,
+            seed=11,
+            rule="rejection",
+            cache_salt="mine",
+            priority=-3,
+        )
+        await w.client.generate("ab", asked)
+        opened = w.target.opens[0]
+        assert opened.sampling == SamplingParams(
+            temperature=0.5,
+            top_k=9,
+            top_p=0.5,
+            min_p=0.25,
+            repetition_penalty=1.5,
+            presence_penalty=-2.0,
+            frequency_penalty=2.0,
+            logit_bias=((3, 2.5), (7, -100.0)),
+            min_tokens=4,
+            max_tokens=9,
+            stop_token_ids=(5, 6),
+            ignore_eos=True,
+            num_logprobs=3,
+            seed=11,
+            rule=Rule.REJECTION,
+        )
+        assert opened.priority == -3
+        assert opened.cache_scope == hashlib.sha256(b"mine").hexdigest()[:16]
+        await w.client.generate("ab")
+        assert w.target.opens[1].cache_scope == ""
+
+    in_world(test)
+
+
+def test_logprobs_come_token_by_token_and_end_with_the_text() -> None:
+    ids = TOKENIZER.encode("ab.c")
+    tops = tuple(TopLogprobs((i, 1), (-0.5, -2.0)) for i in ids)
+    told = Verdict(0, 0, 0, 0, ids, logprobs=(-0.5, -1.5, -0.25, -4.0), top_logprobs=tops)
+
+    async def test(w: World) -> None:
+        first = replace(told, token_ids=ids[:2], logprobs=(-0.5, -1.5), top_logprobs=tops[:2])
+        w.target.script = [first, told]
+        answer = await w.client.generate("q", logprobs=2, stop=".")
+        assert answer.text == "abab"
+        assert answer.token_ids == ids[:2] + ids[:3]
+        assert answer.logprobs == (-0.5, -1.5, -0.5, -1.5, -0.25)
+        assert answer.top_logprobs == tops[:2] + tops[:3]
+        deltas = [e for e in await w.stream("q", logprobs=2, stop=".") if isinstance(e, Delta)]
+        assert [delta.logprobs for delta in deltas] == [(-0.5, -1.5), (-0.5, -1.5, -0.25)]
+        assert deltas[1].top_logprobs == tops[:3]
+
+    in_world(test)
 
 
 def test_errors_reach_clients_with_code_field_and_retry_time() -> None:

@@ -48,6 +48,22 @@ WRONG: list[tuple[dict[str, Any], str]] = [
     ({"timeout": "soon"}, "timeout"),
     ({"timeout": float("nan")}, "timeout"),
     ({"traceparent": "ü"}, "traceparent"),
+    ({"repetition_penalty": "1"}, "sampling.repetition_penalty"),
+    ({"presence_penalty": None}, "sampling.presence_penalty"),
+    ({"frequency_penalty": 1j}, "sampling.frequency_penalty"),
+    ({"logit_bias": [(1, 2.0)]}, "sampling.logit_bias"),
+    ({"logit_bias": {-1: 2.0}}, "sampling.logit_bias[-1]"),
+    ({"logit_bias": {"a": 2.0}}, "sampling.logit_bias[a]"),
+    ({"logit_bias": {1: "x"}}, "sampling.logit_bias[1]"),
+    ({"min_tokens": -1}, "sampling.min_tokens"),
+    ({"logprobs": -1}, "sampling.num_logprobs"),
+    ({"logprobs": True}, "sampling.num_logprobs"),
+    ({"n": 0}, "n"),
+    ({"n": 1.0}, "n"),
+    ({"output_prefix_ids": "ab"}, "output_prefix_ids"),
+    ({"output_prefix_ids": [1, -1]}, "output_prefix_ids[1]"),
+    ({"cache_salt": b"x"}, "cache_salt"),
+    ({"cache_salt": "\udcff"}, "cache_salt"),
 ]
 
 
@@ -100,7 +116,13 @@ def test_the_utmost_values_travel() -> None:
     assert (spec.seed, spec.priority, spec.speculation.max_lookahead) == (2**64 - 1, -(2**31), 0)
     assert (spec.sampling.max_tokens, list(spec.stop_strings)) == (1, ["x"])
     assert list(spec.tokens.token_ids) == [1, 2**32 - 1]
+    rich = Options(logit_bias={0: -100, 2**32 - 1: 100.0}, logprobs=0, output_prefix_ids=(0, 7))
+    spec = spec_to_pb("hi", rich)
+    assert dict(spec.sampling.logit_bias) == {0: -100.0, 2**32 - 1: 100.0}
+    assert spec.sampling.HasField("num_logprobs")
+    assert list(spec.output_prefix_ids) == [0, 7]
     unset = spec_to_pb("hi", Options())
+    assert not unset.sampling.HasField("num_logprobs")
     assert not unset.HasField("seed")
     assert not unset.speculation.HasField("max_lookahead")
     assert unset.sampling.max_tokens == 0

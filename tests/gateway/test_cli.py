@@ -17,7 +17,7 @@ from typer.testing import CliRunner, Result
 
 import common
 from common.config import ModelConfig
-from common.types import EngineStatus, FinishReason
+from common.types import EngineStatus, FinishReason, TopLogprobs, Verdict
 from gateway.cli import app, commands, render
 from gateway.types import (
     Finished,
@@ -75,6 +75,67 @@ def test_generate_can_show_origins_and_figures() -> None:
     in_world(test)
 
 
+def test_generate_asks_for_what_the_flags_say() -> None:
+    async def test(w: World) -> None:
+        w.target.script = [ending("hello")]
+        result = await tandem(
+            w,
+            *("generate", "hi", "--raw", "--repetition-penalty", "1.5", "--presence-penalty", "-1"),
+            *("--frequency-penalty", "0.5", "--logit-bias", "7=-2.5", "--logit-bias", "3=4"),
+            *("--min-tokens", "2", "--logprobs", "0", "--cache-salt", "mine"),
+        )
+        assert result.exit_code == 0
+        opened = w.target.opens[-1]
+        sampling = opened.sampling
+        assert (sampling.repetition_penalty, sampling.presence_penalty) == (1.5, -1.0)
+        assert (sampling.frequency_penalty, sampling.min_tokens) == (0.5, 2)
+        assert sampling.logit_bias == ((3, 4.0), (7, -2.5))
+        assert sampling.num_logprobs == 0
+        assert opened.cache_scope
+
+    in_world(test)
+
+
+def test_generate_shows_logprobs_as_a_table() -> None:
+    ids = TOKENIZER.encode("hé")
+    unknown = TOKENIZER.encode("z")[0]
+    tops = tuple(TopLogprobs((i, unknown), (-0.25, -2.0)) for i in ids)
+    told = Verdict(
+        *(0, 0, 0, 0, ids),
+        logprobs=(-0.25, -1.5, -0.125),
+        top_logprobs=tops,
+        finish_reason=FinishReason.STOP_TOKEN,
+    )
+
+    async def test(w: World) -> None:
+        w.target.script = [replace(told, finish_reason=None), ending("!", logprobs=(-3.0,))]
+        result = await tandem(w, "generate", "hi", "--logprobs", "2")
+        lines = [line.split() for line in result.stdout.splitlines()]
+        assert lines == [
+            ["hé!"],
+            ["token", "logprob", "likeliest"],
+            ["'h'", "-0.25", "'h'", "-0.25,", str(unknown), "-2.00"],
+            [str(ids[1]), "-1.50", str(ids[1]), "-0.25,", str(unknown), "-2.00"],
+            ["'é'", "-0.12", "'é'", "-0.25,", str(unknown), "-2.00"],
+            ["'!'", "-3.00"],
+        ]
+
+    in_world(test)
+
+
+def test_several_texts_are_printed_one_after_the_other() -> None:
+    async def test(w: World) -> None:
+        w.target.script = ["he", ending("llo")]
+        result = await tandem(w, "generate", "hi", "--n", "3", "--stats")
+        assert result.exit_code == 0
+        lines = result.stdout.splitlines()
+        assert [lines[lines.index(f"[{i}]") + 1] for i in range(3)] == ["hello"] * 3
+        names = [line.split()[1] for line in lines if line.startswith("request ")]
+        assert names == [names[0], f"{names[0]}/1", f"{names[0]}/2"]
+
+    in_world(test)
+
+
 def test_errors_are_one_line() -> None:
     async def test(w: World) -> None:
         for args, says in (
@@ -84,6 +145,19 @@ def test_errors_are_one_line() -> None:
                 ["--rule", "greedy"],
                 "--rule: the greedy rule needs temperature 0;"
                 " leave the rule out or set temperature 0",
+            ),
+            (
+                ["--logit-bias", "7:3"],
+                '--logit-bias: is "7:3", must be ID=BIAS, such as 42=-1.5',
+            ),
+            (["--logit-bias", "7=nan"], "--logit-bias: is nan, must be -100 to 100"),
+            (
+                ["--min-tokens", "9", "--max-tokens", "8"],
+                "--min-tokens: is 9, must be 0 to 8, max_tokens",
+            ),
+            (
+                ["--repetition-penalty", "0"],
+                "--repetition-penalty: is 0.0, must be above 0, at most 10",
             ),
             (["--timeout", "0.2"], "gave up after 0.2 s (--timeout)"),
             (
@@ -115,6 +189,10 @@ def test_errors_are_one_line() -> None:
         ("generate", "hi", "--lookahead", "-1"),
         ("generate", "hi", "--stop-token-id", "-5"),
         ("generate", "hi", "--rule", "lucky"),
+        ("generate", "hi", "--n", "33"),
+        ("generate", "hi", "--logprobs", "21"),
+        ("generate", "hi", "--presence-penalty", "3"),
+        ("chat", "--max-tokens", "0"),
         ("up", "--port", "70000"),
         ("up", "--dtype", "int3"),
         ("up", "--lookahead", "-1"),

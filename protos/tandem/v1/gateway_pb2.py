@@ -26,19 +26,19 @@ from google.protobuf import duration_pb2 as google_dot_protobuf_dot_duration__pb
 from tandem.v1 import types_pb2 as tandem_dot_v1_dot_types__pb2
 
 
-DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/gateway.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15tandem/v1/types.proto\"\x8b\x03\n\x0eGenerationSpec\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x14.tandem.v1.ChatInputH\x00\x12\'\n\x06tokens\x18\x05 \x01(\x0b\x32\x15.tandem.v1.TokenInputH\x00\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x14\n\x0cstop_strings\x18\x07 \x03(\t\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x01\x88\x01\x01\x12\t\n\x01n\x18\t \x01(\r\x12\x32\n\x0bspeculation\x18\n \x01(\x0b\x32\x1d.tandem.v1.SpeculationOptions\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x19\n\x11output_prefix_ids\x18\x0c \x03(\r\x12\x0f\n\x07\x65xplain\x18\r \x01(\x08\x12\x12\n\ncache_salt\x18\x0e \x01(\tB\x07\n\x05inputB\x07\n\x05_seed\"5\n\tChatInput\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1f\n\nTokenInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"s\n\x12SpeculationOptions\x12\x10\n\x08\x64isabled\x18\x01 \x01(\x08\x12\x1d\n\x04rule\x18\x02 \x01(\x0e\x32\x0f.tandem.v1.Rule\x12\x1a\n\rmax_lookahead\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_max_lookahead\":\n\x0fGenerateRequest\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.tandem.v1.GenerationSpec\"\x94\x02\n\x10GenerateResponse\x12#\n\x07started\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Started\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\'\n\x07origins\x18\x04 \x03(\x0e\x32\x16.tandem.v1.TokenOrigin\x12%\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Finished\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\x12,\n\x0ctop_logprobs\x18\x07 \x03(\x0b\x32\x16.tandem.v1.TopLogprobs\x12*\n\x0f\x66urther_choices\x18\x08 \x03(\x0b\x32\x11.tandem.v1.Choice\"\xc8\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\'\n\x07origins\x18\x04 \x03(\x0e\x32\x16.tandem.v1.TokenOrigin\x12%\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Finished\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\x12,\n\x0ctop_logprobs\x18\x07 \x03(\x0b\x32\x16.tandem.v1.TopLogprobs\"@\n\x15StreamGenerateRequest\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.tandem.v1.GenerationSpec\"\xc7\x01\n\x16StreamGenerateResponse\x12%\n\x07started\x18\x01 \x01(\x0b\x32\x12.tandem.v1.StartedH\x00\x12\x31\n\x08progress\x18\x02 \x01(\x0b\x32\x1d.tandem.v1.GenerationProgressH\x00\x12!\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x10.tandem.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.tandem.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\xb3\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x1d\n\x04rule\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Rule\x12\r\n\x05model\x18\x04 \x01(\t\x12\x1b\n\x13weights_fingerprint\x18\x05 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\x12\x15\n\rmax_lookahead\x18\x07 \x01(\r\x12\t\n\x01n\x18\x08 \x01(\r\">\n\x12GenerationProgress\x12\x11\n\tnum_ahead\x18\x01 \x01(\r\x12\x15\n\rnum_prefilled\x18\x02 \x01(\r\"\xb3\x01\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\'\n\x07origins\x18\x03 \x03(\x0e\x32\x16.tandem.v1.TokenOrigin\x12\x11\n\ttext_ends\x18\x04 \x03(\r\x12\r\n\x05index\x18\x05 \x01(\r\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\x12,\n\x0ctop_logprobs\x18\x07 \x03(\x0b\x32\x16.tandem.v1.TopLogprobs\"\xff\x01\n\x08\x46inished\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x32\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1d.tandem.v1.SpeculationFigures\x12+\n\x06timing\x18\x04 \x01(\x0b\x32\x1b.tandem.v1.GenerationTiming\x12\x0c\n\x04stop\x18\x05 \x01(\t\x12+\n\x0b\x65xplanation\x18\x06 \x01(\x0b\x32\x16.tandem.v1.Explanation\x12\r\n\x05index\x18\x07 \x01(\r\"M\n\x05Usage\x12\x0e\n\x06prompt\x18\x01 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\r\x12\x11\n\tdelivered\x18\x03 \x01(\r\x12\x11\n\tdiscarded\x18\x04 \x01(\r\"\x9d\x01\n\x12SpeculationFigures\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x02 \x01(\r\x12\x0e\n\x06tested\x18\x03 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x05 \x03(\r\x12\r\n\x05stale\x18\x06 \x01(\r\x12\x17\n\x0fundrafted_steps\x18\x07 \x01(\r\"\xc9\x02\n\x10GenerationTiming\x12(\n\x05total\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05queue\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05steps\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04wire\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07gateway\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x12\n\x10GetStatusRequest\"e\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x19\n\x11num_live_requests\x18\x02 \x01(\r\x12$\n\x05peers\x18\x03 \x03(\x0b\x32\x15.tandem.v1.PeerStatus\"\x89\x02\n\nPeerStatus\x12!\n\x04kind\x18\x01 \x01(\x0e\x32\x13.tandem.v1.PeerKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12#\n\x05state\x18\x03 \x01(\x0e\x32\x14.tandem.v1.PeerState\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12#\n\x05model\x18\x05 \x01(\x0b\x32\x14.tandem.v1.ModelInfo\x12\'\n\x06\x65ngine\x18\x06 \x01(\x0b\x32\x17.tandem.v1.EngineStatus\x12-\n\nround_trip\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rnum_sequences\x18\x08 \x01(\r\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.tandem.v1.ModelInfo\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\">\n\x0f\x45xplainResponse\x12+\n\x0b\x65xplanation\x18\x01 \x01(\x0b\x32\x16.tandem.v1.Explanation\"X\n\x0b\x45xplanation\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x03(\t\x12$\n\x08\x66indings\x18\x03 \x03(\x0b\x32\x12.tandem.v1.Finding\"\x81\x01\n\x07\x46inding\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12%\n\x08severity\x18\x02 \x01(\x0e\x32\x13.tandem.v1.Severity\x12\x0c\n\x04what\x18\x03 \x01(\t\x12\"\n\x07numbers\x18\x04 \x03(\x0b\x32\x11.tandem.v1.Figure\x12\x0f\n\x07setting\x18\x05 \x01(\t\"%\n\x06\x46igure\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01*P\n\x08PeerKind\x12\x19\n\x15PEER_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10PEER_KIND_TARGET\x10\x01\x12\x13\n\x0fPEER_KIND_DRAFT\x10\x02*\x8c\x01\n\tPeerState\x12\x1a\n\x16PEER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15PEER_STATE_CONNECTING\x10\x01\x12\x14\n\x10PEER_STATE_READY\x10\x02\x12\x17\n\x13PEER_STATE_DRAINING\x10\x03\x12\x19\n\x15PEER_STATE_MISMATCHED\x10\x04*_\n\x08Severity\x12\x18\n\x14SEVERITY_UNSPECIFIED\x10\x00\x12\x11\n\rSEVERITY_NOTE\x10\x01\x12\x12\n\x0eSEVERITY_LIMIT\x10\x02\x12\x12\n\x0eSEVERITY_FAULT\x10\x03\x32\x83\x03\n\x0eGatewayService\x12\x43\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse\x12W\n\x0eStreamGenerate\x12 .tandem.v1.StreamGenerateRequest\x1a!.tandem.v1.StreamGenerateResponse0\x01\x12\x46\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x1c.tandem.v1.GetStatusResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponse\x12@\n\x07\x45xplain\x12\x19.tandem.v1.ExplainRequest\x1a\x1a.tandem.v1.ExplainResponseb\x06proto3')
+DESCRIPTOR = _descriptor_pool.Default().AddSerializedFile(b'\n\x17tandem/v1/gateway.proto\x12\ttandem.v1\x1a\x1egoogle/protobuf/duration.proto\x1a\x15tandem/v1/types.proto\"\x8b\x03\n\x0eGenerationSpec\x12\r\n\x05model\x18\x01 \x01(\t\x12\x12\n\nrequest_id\x18\x02 \x01(\t\x12\x0e\n\x04text\x18\x03 \x01(\tH\x00\x12$\n\x04\x63hat\x18\x04 \x01(\x0b\x32\x14.tandem.v1.ChatInputH\x00\x12\'\n\x06tokens\x18\x05 \x01(\x0b\x32\x15.tandem.v1.TokenInputH\x00\x12+\n\x08sampling\x18\x06 \x01(\x0b\x32\x19.tandem.v1.SamplingParams\x12\x14\n\x0cstop_strings\x18\x07 \x03(\t\x12\x11\n\x04seed\x18\x08 \x01(\x04H\x01\x88\x01\x01\x12\t\n\x01n\x18\t \x01(\r\x12\x32\n\x0bspeculation\x18\n \x01(\x0b\x32\x1d.tandem.v1.SpeculationOptions\x12\x10\n\x08priority\x18\x0b \x01(\x05\x12\x19\n\x11output_prefix_ids\x18\x0c \x03(\r\x12\x0f\n\x07\x65xplain\x18\r \x01(\x08\x12\x12\n\ncache_salt\x18\x0e \x01(\tB\x07\n\x05inputB\x07\n\x05_seed\"5\n\tChatInput\x12(\n\x08messages\x18\x01 \x03(\x0b\x32\x16.tandem.v1.ChatMessage\",\n\x0b\x43hatMessage\x12\x0c\n\x04role\x18\x01 \x01(\t\x12\x0f\n\x07\x63ontent\x18\x02 \x01(\t\"\x1f\n\nTokenInput\x12\x11\n\ttoken_ids\x18\x01 \x03(\r\"s\n\x12SpeculationOptions\x12\x10\n\x08\x64isabled\x18\x01 \x01(\x08\x12\x1d\n\x04rule\x18\x02 \x01(\x0e\x32\x0f.tandem.v1.Rule\x12\x1a\n\rmax_lookahead\x18\x03 \x01(\rH\x00\x88\x01\x01\x42\x10\n\x0e_max_lookahead\":\n\x0fGenerateRequest\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.tandem.v1.GenerationSpec\"\x94\x02\n\x10GenerateResponse\x12#\n\x07started\x18\x01 \x01(\x0b\x32\x12.tandem.v1.Started\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\'\n\x07origins\x18\x04 \x03(\x0e\x32\x16.tandem.v1.TokenOrigin\x12%\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Finished\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\x12,\n\x0ctop_logprobs\x18\x07 \x03(\x0b\x32\x16.tandem.v1.TopLogprobs\x12*\n\x0f\x66urther_choices\x18\x08 \x03(\x0b\x32\x11.tandem.v1.Choice\"\xc8\x01\n\x06\x43hoice\x12\r\n\x05index\x18\x01 \x01(\r\x12\x0c\n\x04text\x18\x02 \x01(\t\x12\x11\n\ttoken_ids\x18\x03 \x03(\r\x12\'\n\x07origins\x18\x04 \x03(\x0e\x32\x16.tandem.v1.TokenOrigin\x12%\n\x08\x66inished\x18\x05 \x01(\x0b\x32\x13.tandem.v1.Finished\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\x12,\n\x0ctop_logprobs\x18\x07 \x03(\x0b\x32\x16.tandem.v1.TopLogprobs\"@\n\x15StreamGenerateRequest\x12\'\n\x04spec\x18\x01 \x01(\x0b\x32\x19.tandem.v1.GenerationSpec\"\xc7\x01\n\x16StreamGenerateResponse\x12%\n\x07started\x18\x01 \x01(\x0b\x32\x12.tandem.v1.StartedH\x00\x12\x31\n\x08progress\x18\x02 \x01(\x0b\x32\x1d.tandem.v1.GenerationProgressH\x00\x12!\n\x05\x64\x65lta\x18\x03 \x01(\x0b\x32\x10.tandem.v1.DeltaH\x00\x12\'\n\x08\x66inished\x18\x04 \x01(\x0b\x32\x13.tandem.v1.FinishedH\x00\x42\x07\n\x05\x65vent\"\xce\x01\n\x07Started\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0c\n\x04seed\x18\x02 \x01(\x04\x12\x1d\n\x04rule\x18\x03 \x01(\x0e\x32\x0f.tandem.v1.Rule\x12\r\n\x05model\x18\x04 \x01(\t\x12\x1b\n\x13weights_fingerprint\x18\x05 \x01(\t\x12\x19\n\x11num_prompt_tokens\x18\x06 \x01(\r\x12\x15\n\rmax_lookahead\x18\x07 \x01(\r\x12\t\n\x01n\x18\x08 \x01(\r\x12\x19\n\x11num_prefix_tokens\x18\t \x01(\r\">\n\x12GenerationProgress\x12\x11\n\tnum_ahead\x18\x01 \x01(\r\x12\x15\n\rnum_prefilled\x18\x02 \x01(\r\"\xb3\x01\n\x05\x44\x65lta\x12\x0c\n\x04text\x18\x01 \x01(\t\x12\x11\n\ttoken_ids\x18\x02 \x03(\r\x12\'\n\x07origins\x18\x03 \x03(\x0e\x32\x16.tandem.v1.TokenOrigin\x12\x11\n\ttext_ends\x18\x04 \x03(\r\x12\r\n\x05index\x18\x05 \x01(\r\x12\x10\n\x08logprobs\x18\x06 \x03(\x02\x12,\n\x0ctop_logprobs\x18\x07 \x03(\x0b\x32\x16.tandem.v1.TopLogprobs\"\xff\x01\n\x08\x46inished\x12\'\n\x06reason\x18\x01 \x01(\x0e\x32\x17.tandem.v1.FinishReason\x12\x1f\n\x05usage\x18\x02 \x01(\x0b\x32\x10.tandem.v1.Usage\x12\x32\n\x0bspeculation\x18\x03 \x01(\x0b\x32\x1d.tandem.v1.SpeculationFigures\x12+\n\x06timing\x18\x04 \x01(\x0b\x32\x1b.tandem.v1.GenerationTiming\x12\x0c\n\x04stop\x18\x05 \x01(\t\x12+\n\x0b\x65xplanation\x18\x06 \x01(\x0b\x32\x16.tandem.v1.Explanation\x12\r\n\x05index\x18\x07 \x01(\r\"M\n\x05Usage\x12\x0e\n\x06prompt\x18\x01 \x01(\r\x12\x0e\n\x06\x63\x61\x63hed\x18\x02 \x01(\r\x12\x11\n\tdelivered\x18\x03 \x01(\r\x12\x11\n\tdiscarded\x18\x04 \x01(\r\"\x9d\x01\n\x12SpeculationFigures\x12\r\n\x05steps\x18\x01 \x01(\r\x12\x0f\n\x07\x64rafted\x18\x02 \x01(\r\x12\x0e\n\x06tested\x18\x03 \x01(\r\x12\x10\n\x08\x61\x63\x63\x65pted\x18\x04 \x01(\r\x12\x1d\n\x15\x61\x63\x63\x65pted_per_position\x18\x05 \x03(\r\x12\r\n\x05stale\x18\x06 \x01(\r\x12\x17\n\x0fundrafted_steps\x18\x07 \x01(\r\"\xc9\x02\n\x10GenerationTiming\x12(\n\x05total\x18\x01 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x36\n\x13time_to_first_token\x18\x02 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05queue\x18\x03 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07prefill\x18\x04 \x01(\x0b\x32\x19.google.protobuf.Duration\x12(\n\x05steps\x18\x05 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\'\n\x04wire\x18\x06 \x01(\x0b\x32\x19.google.protobuf.Duration\x12*\n\x07gateway\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\"\x12\n\x10GetStatusRequest\"e\n\x11GetStatusResponse\x12\x0f\n\x07version\x18\x01 \x01(\t\x12\x19\n\x11num_live_requests\x18\x02 \x01(\r\x12$\n\x05peers\x18\x03 \x03(\x0b\x32\x15.tandem.v1.PeerStatus\"\x89\x02\n\nPeerStatus\x12!\n\x04kind\x18\x01 \x01(\x0e\x32\x13.tandem.v1.PeerKind\x12\x0f\n\x07\x61\x64\x64ress\x18\x02 \x01(\t\x12#\n\x05state\x18\x03 \x01(\x0e\x32\x14.tandem.v1.PeerState\x12\x0e\n\x06\x64\x65tail\x18\x04 \x01(\t\x12#\n\x05model\x18\x05 \x01(\x0b\x32\x14.tandem.v1.ModelInfo\x12\'\n\x06\x65ngine\x18\x06 \x01(\x0b\x32\x17.tandem.v1.EngineStatus\x12-\n\nround_trip\x18\x07 \x01(\x0b\x32\x19.google.protobuf.Duration\x12\x15\n\rnum_sequences\x18\x08 \x01(\r\"\x13\n\x11ListModelsRequest\":\n\x12ListModelsResponse\x12$\n\x06models\x18\x01 \x03(\x0b\x32\x14.tandem.v1.ModelInfo\"$\n\x0e\x45xplainRequest\x12\x12\n\nrequest_id\x18\x01 \x01(\t\">\n\x0f\x45xplainResponse\x12+\n\x0b\x65xplanation\x18\x01 \x01(\x0b\x32\x16.tandem.v1.Explanation\"X\n\x0b\x45xplanation\x12\x12\n\nrequest_id\x18\x01 \x01(\t\x12\x0f\n\x07summary\x18\x02 \x03(\t\x12$\n\x08\x66indings\x18\x03 \x03(\x0b\x32\x12.tandem.v1.Finding\"\x81\x01\n\x07\x46inding\x12\x0c\n\x04kind\x18\x01 \x01(\t\x12%\n\x08severity\x18\x02 \x01(\x0e\x32\x13.tandem.v1.Severity\x12\x0c\n\x04what\x18\x03 \x01(\t\x12\"\n\x07numbers\x18\x04 \x03(\x0b\x32\x11.tandem.v1.Figure\x12\x0f\n\x07setting\x18\x05 \x01(\t\"%\n\x06\x46igure\x12\x0c\n\x04name\x18\x01 \x01(\t\x12\r\n\x05value\x18\x02 \x01(\x01*P\n\x08PeerKind\x12\x19\n\x15PEER_KIND_UNSPECIFIED\x10\x00\x12\x14\n\x10PEER_KIND_TARGET\x10\x01\x12\x13\n\x0fPEER_KIND_DRAFT\x10\x02*\x8c\x01\n\tPeerState\x12\x1a\n\x16PEER_STATE_UNSPECIFIED\x10\x00\x12\x19\n\x15PEER_STATE_CONNECTING\x10\x01\x12\x14\n\x10PEER_STATE_READY\x10\x02\x12\x17\n\x13PEER_STATE_DRAINING\x10\x03\x12\x19\n\x15PEER_STATE_MISMATCHED\x10\x04*_\n\x08Severity\x12\x18\n\x14SEVERITY_UNSPECIFIED\x10\x00\x12\x11\n\rSEVERITY_NOTE\x10\x01\x12\x12\n\x0eSEVERITY_LIMIT\x10\x02\x12\x12\n\x0eSEVERITY_FAULT\x10\x03\x32\x83\x03\n\x0eGatewayService\x12\x43\n\x08Generate\x12\x1a.tandem.v1.GenerateRequest\x1a\x1b.tandem.v1.GenerateResponse\x12W\n\x0eStreamGenerate\x12 .tandem.v1.StreamGenerateRequest\x1a!.tandem.v1.StreamGenerateResponse0\x01\x12\x46\n\tGetStatus\x12\x1b.tandem.v1.GetStatusRequest\x1a\x1c.tandem.v1.GetStatusResponse\x12I\n\nListModels\x12\x1c.tandem.v1.ListModelsRequest\x1a\x1d.tandem.v1.ListModelsResponse\x12@\n\x07\x45xplain\x12\x19.tandem.v1.ExplainRequest\x1a\x1a.tandem.v1.ExplainResponseb\x06proto3')
 
 _globals = globals()
 _builder.BuildMessageAndEnumDescriptors(DESCRIPTOR, _globals)
 _builder.BuildTopDescriptorsAndMessages(DESCRIPTOR, 'tandem.v1.gateway_pb2', _globals)
 if not _descriptor._USE_C_DESCRIPTORS:
   DESCRIPTOR._loaded_options = None
-  _globals['_PEERKIND']._serialized_start=3644
-  _globals['_PEERKIND']._serialized_end=3724
-  _globals['_PEERSTATE']._serialized_start=3727
-  _globals['_PEERSTATE']._serialized_end=3867
-  _globals['_SEVERITY']._serialized_start=3869
-  _globals['_SEVERITY']._serialized_end=3964
+  _globals['_PEERKIND']._serialized_start=3671
+  _globals['_PEERKIND']._serialized_end=3751
+  _globals['_PEERSTATE']._serialized_start=3754
+  _globals['_PEERSTATE']._serialized_end=3894
+  _globals['_SEVERITY']._serialized_start=3896
+  _globals['_SEVERITY']._serialized_end=3991
   _globals['_GENERATIONSPEC']._serialized_start=94
   _globals['_GENERATIONSPEC']._serialized_end=489
   _globals['_CHATINPUT']._serialized_start=491
@@ -60,39 +60,39 @@ if not _descriptor._USE_C_DESCRIPTORS:
   _globals['_STREAMGENERATERESPONSE']._serialized_start=1351
   _globals['_STREAMGENERATERESPONSE']._serialized_end=1550
   _globals['_STARTED']._serialized_start=1553
-  _globals['_STARTED']._serialized_end=1732
-  _globals['_GENERATIONPROGRESS']._serialized_start=1734
-  _globals['_GENERATIONPROGRESS']._serialized_end=1796
-  _globals['_DELTA']._serialized_start=1799
-  _globals['_DELTA']._serialized_end=1978
-  _globals['_FINISHED']._serialized_start=1981
-  _globals['_FINISHED']._serialized_end=2236
-  _globals['_USAGE']._serialized_start=2238
-  _globals['_USAGE']._serialized_end=2315
-  _globals['_SPECULATIONFIGURES']._serialized_start=2318
-  _globals['_SPECULATIONFIGURES']._serialized_end=2475
-  _globals['_GENERATIONTIMING']._serialized_start=2478
-  _globals['_GENERATIONTIMING']._serialized_end=2807
-  _globals['_GETSTATUSREQUEST']._serialized_start=2809
-  _globals['_GETSTATUSREQUEST']._serialized_end=2827
-  _globals['_GETSTATUSRESPONSE']._serialized_start=2829
-  _globals['_GETSTATUSRESPONSE']._serialized_end=2930
-  _globals['_PEERSTATUS']._serialized_start=2933
-  _globals['_PEERSTATUS']._serialized_end=3198
-  _globals['_LISTMODELSREQUEST']._serialized_start=3200
-  _globals['_LISTMODELSREQUEST']._serialized_end=3219
-  _globals['_LISTMODELSRESPONSE']._serialized_start=3221
-  _globals['_LISTMODELSRESPONSE']._serialized_end=3279
-  _globals['_EXPLAINREQUEST']._serialized_start=3281
-  _globals['_EXPLAINREQUEST']._serialized_end=3317
-  _globals['_EXPLAINRESPONSE']._serialized_start=3319
-  _globals['_EXPLAINRESPONSE']._serialized_end=3381
-  _globals['_EXPLANATION']._serialized_start=3383
-  _globals['_EXPLANATION']._serialized_end=3471
-  _globals['_FINDING']._serialized_start=3474
-  _globals['_FINDING']._serialized_end=3603
-  _globals['_FIGURE']._serialized_start=3605
-  _globals['_FIGURE']._serialized_end=3642
-  _globals['_GATEWAYSERVICE']._serialized_start=3967
-  _globals['_GATEWAYSERVICE']._serialized_end=4354
+  _globals['_STARTED']._serialized_end=1759
+  _globals['_GENERATIONPROGRESS']._serialized_start=1761
+  _globals['_GENERATIONPROGRESS']._serialized_end=1823
+  _globals['_DELTA']._serialized_start=1826
+  _globals['_DELTA']._serialized_end=2005
+  _globals['_FINISHED']._serialized_start=2008
+  _globals['_FINISHED']._serialized_end=2263
+  _globals['_USAGE']._serialized_start=2265
+  _globals['_USAGE']._serialized_end=2342
+  _globals['_SPECULATIONFIGURES']._serialized_start=2345
+  _globals['_SPECULATIONFIGURES']._serialized_end=2502
+  _globals['_GENERATIONTIMING']._serialized_start=2505
+  _globals['_GENERATIONTIMING']._serialized_end=2834
+  _globals['_GETSTATUSREQUEST']._serialized_start=2836
+  _globals['_GETSTATUSREQUEST']._serialized_end=2854
+  _globals['_GETSTATUSRESPONSE']._serialized_start=2856
+  _globals['_GETSTATUSRESPONSE']._serialized_end=2957
+  _globals['_PEERSTATUS']._serialized_start=2960
+  _globals['_PEERSTATUS']._serialized_end=3225
+  _globals['_LISTMODELSREQUEST']._serialized_start=3227
+  _globals['_LISTMODELSREQUEST']._serialized_end=3246
+  _globals['_LISTMODELSRESPONSE']._serialized_start=3248
+  _globals['_LISTMODELSRESPONSE']._serialized_end=3306
+  _globals['_EXPLAINREQUEST']._serialized_start=3308
+  _globals['_EXPLAINREQUEST']._serialized_end=3344
+  _globals['_EXPLAINRESPONSE']._serialized_start=3346
+  _globals['_EXPLAINRESPONSE']._serialized_end=3408
+  _globals['_EXPLANATION']._serialized_start=3410
+  _globals['_EXPLANATION']._serialized_end=3498
+  _globals['_FINDING']._serialized_start=3501
+  _globals['_FINDING']._serialized_end=3630
+  _globals['_FIGURE']._serialized_start=3632
+  _globals['_FIGURE']._serialized_end=3669
+  _globals['_GATEWAYSERVICE']._serialized_start=3994
+  _globals['_GATEWAYSERVICE']._serialized_end=4381
 # @@protoc_insertion_point(module_scope)

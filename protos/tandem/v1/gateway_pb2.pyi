@@ -536,6 +536,7 @@ class Started(_message.Message):
     NUM_PROMPT_TOKENS_FIELD_NUMBER: _builtins.int
     MAX_LOOKAHEAD_FIELD_NUMBER: _builtins.int
     N_FIELD_NUMBER: _builtins.int
+    NUM_PREFIX_TOKENS_FIELD_NUMBER: _builtins.int
     request_id: _builtins.str
     """request_id is the caller's, or the one chosen."""
     seed: _builtins.int
@@ -552,6 +553,8 @@ class Started(_message.Message):
     """max_lookahead is what a draft may be ahead; 0 means no drafting."""
     n: _builtins.int
     """n is the number of choices."""
+    num_prefix_tokens: _builtins.int
+    """num_prefix_tokens is how many output tokens the caller brought; above 0 for a resume."""
     def __init__(
         self,
         *,
@@ -563,10 +566,11 @@ class Started(_message.Message):
         num_prompt_tokens: _builtins.int = ...,
         max_lookahead: _builtins.int = ...,
         n: _builtins.int = ...,
+        num_prefix_tokens: _builtins.int = ...,
     ) -> None: ...
     _HasFieldArgType: _TypeAlias = _Never  # noqa: Y015
     def HasField(self, field_name: _HasFieldArgType) -> _builtins.bool: ...
-    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_lookahead", b"max_lookahead", "model", b"model", "n", b"n", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "rule", b"rule", "seed", b"seed", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
+    _ClearFieldArgType: _TypeAlias = _typing.Literal["max_lookahead", b"max_lookahead", "model", b"model", "n", b"n", "num_prefix_tokens", b"num_prefix_tokens", "num_prompt_tokens", b"num_prompt_tokens", "request_id", b"request_id", "rule", b"rule", "seed", b"seed", "weights_fingerprint", b"weights_fingerprint"]  # noqa: Y015
     def ClearField(self, field_name: _ClearFieldArgType) -> None: ...
     def WhichOneof(self, oneof_group: _Never) -> None: ...
 
