@@ -17,7 +17,7 @@ from torch import Tensor
 
 from common.engine.batch import RaggedBatch
 from common.engine.paged_model import LanguageModel
-from common.types import ChainId, Commit, OpenSequence, Proposal, Verdict
+from common.types import ChainId, CloseSequence, Commit, OpenSequence, Proposal, Verdict
 from draft_service.drafters import Drafter
 from target_service.engine import TargetEngine
 
@@ -57,6 +57,7 @@ class Script:
     commit_delays: list[int] = field(default_factory=lambda: [0])
     split: bool = False
     restart_at: int | None = None  # target step before which the draft is replaced
+    replace_at: int | None = None  # target step before which the target is
 
 
 def _forever(values: list[int]) -> Iterator[int]:
@@ -72,8 +73,10 @@ class Driver:
         hooked: HookedModel,
         make_drafter: Callable[[], Drafter] | None,
         script: Script,
+        make_target: Callable[[], TargetEngine] | None = None,
     ) -> None:
         self.target, self.script = target, script
+        self.make_target = make_target
         self.make_drafter = make_drafter
         self.drafter = make_drafter() if make_drafter else None
         self.counts: Counter[str] = Counter()
@@ -101,6 +104,11 @@ class Driver:
             self.step()
         raise AssertionError(f"not finished after {max_steps} steps")
 
+    @property
+    def num_open(self) -> int:
+        """Sequences that are not at their end."""
+        return len(self._opens)
+
     def open(self, o: OpenSequence) -> None:
         self._opens[o.sequence_id] = o
         self.texts[o.sequence_id] = []
@@ -113,6 +121,8 @@ class Driver:
     def step(self) -> list[Verdict]:
         """One target step and what the draft does before it."""
         step = self._half // 2
+        if step == self.script.replace_at:
+            self._replace()
         if self.drafter:
             if step == self.script.restart_at:
                 self._restart()
@@ -166,6 +176,26 @@ class Driver:
             else:
                 commit = Commit(sid, v.committed_len, v.token_ids, v.lookahead)
                 self._commits.append((self._half // 2 + next(self._commit_delays), commit))
+
+    def close(self, sid: int) -> None:
+        """The client is gone."""
+        if self._opens.pop(sid, None) is None:
+            return
+        self.target.submit(CloseSequence(sid))
+        if sid in self._drafted and self.drafter:
+            self.drafter.close(sid)
+            self._drafted.remove(sid)
+
+    def _replace(self) -> None:
+        """The target dies; another one goes on from the committed tokens, the draft anew."""
+        assert self.make_target
+        self.target = self.make_target()
+        self._pieces.clear()
+        for o in self._opens.values():
+            committed = (*o.token_ids, *self.texts[o.sequence_id])
+            self.target.submit(replace(o, token_ids=committed, resumed=True))
+        if self.drafter:
+            self._restart()
 
     def _restart(self) -> None:
         """The draft dies with all it knew; a new one is told the committed tokens."""

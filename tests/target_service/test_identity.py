@@ -20,58 +20,22 @@ from hypothesis import strategies as st
 
 from common.engine.block_manager import BlockManager
 from common.types import (
-    Commit,
-    EngineStatus,
     OpenSequence,
-    Proposal,
     Rule,
     SamplingParams,
 )
 from draft_service.drafters import Drafter
 from draft_service.drafters.model import ModelDrafter
 from draft_service.drafters.ngram import NgramDrafter
-from draft_service.sequence import DraftSequence
 from target_service.engine import TargetEngine
 from target_service.scheduler import SchedulerConfig
 from tests.driver import Driver, HookedModel, Script
+from tests.fixed import FixedDrafter
 from tests.models import CONFIGS, VOCAB, paged
 
 MAX_TOKENS = 24
 NUM_EXAMPLES = 5  # scripts for each cell
 TEMPERATURES = {"greedy": 0.0, "T=0.3": 0.3, "T=1": 1.0, "T=2": 2.0}
-
-
-class FixedDrafter:
-    """Guesses what a function says for each position; right, wrong or random."""
-
-    def __init__(self, guess: Callable[[int, int], int]) -> None:
-        self._guess = guess  # (sequence id, position) -> token
-        self._seqs: dict[int, DraftSequence] = {}
-
-    def open(self, s: OpenSequence) -> None:
-        self._seqs[s.sequence_id] = DraftSequence.of(s)
-
-    def commit(self, c: Commit) -> None:
-        self._seqs[c.sequence_id].commit(c)
-
-    def close(self, sid: int) -> None:
-        del self._seqs[sid]
-
-    def has_work(self) -> bool:
-        return True
-
-    def num_unread(self, sid: int) -> int:
-        return 0
-
-    def status(self) -> EngineStatus:
-        return EngineStatus()
-
-    def step(self) -> list[Proposal]:
-        wanting = [s for s in self._seqs.values() if s.num_wanted]
-        return [
-            s.extend([self._guess(s.sid, len(s.tokens) + i) for i in range(s.num_wanted)])
-            for s in wanting
-        ]
 
 
 def _prompt(sid: int) -> tuple[int, ...]:
