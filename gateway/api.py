@@ -32,7 +32,8 @@ from common.types import Rule, SamplingParams, Tokens
 from common.wire import model_to_pb, rule_from_pb, sampling_from_pb
 from gateway.config import GatewayConfig
 from gateway.explain import explain
-from gateway.relay import Relay, Served
+from gateway.fit import Served
+from gateway.relay import Relay
 from gateway.spans import GatewaySpans, RequestSpans
 from gateway.types import (
     Delta,

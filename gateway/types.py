@@ -37,6 +37,9 @@ class GenerationRequest:
     priority: int = 0
     timeout_seconds: float | None = None
     explain: bool = False  # let the final event say what bounded the request
+    output_prefix: Tokens = ()  # what the client has of the text already, from another attempt
+    cache_scope: str = ""  # whose prefix cache it may use
+    index: int = 0  # which choice of the request; sampling.seed is the choice's own
 
 
 @dataclass(frozen=True, slots=True)
@@ -200,6 +203,17 @@ class PeerStatus:
     engine: EngineStatus | None = None
     round_trip_seconds: float | None = None
     num_sequences: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class Standing:
+    """The peers that there are for one model."""
+
+    model: str
+    num_targets: int  # ready
+    num_drafts: int | None  # ready, and fitting; None: none is configured
+    target_round_trip_seconds: float | None  # of the farthest
+    draft_round_trip_seconds: float | None
 
 
 @dataclass(frozen=True, slots=True)

@@ -18,7 +18,8 @@ from common.types import (
     Verdict,
 )
 from gateway import types
-from gateway.relay import check_fit, merge_commits
+from gateway.fit import check_fit
+from gateway.relay import merge_commits
 from gateway.types import Delta, Finished, PeerState, Started
 from tests.gateway.fakes import (
     TARGET_MODEL,
