@@ -28,7 +28,7 @@ from common.types import FinishReason, Rule, Verdict
 from gateway.api import read_spec
 from gateway.client import Client, Delta, Finished, Message, Options
 from gateway.config import GatewayConfig
-from gateway.relay import Served
+from gateway.fit import Served
 from tests.gateway.fakes import EOS, TARGET_MODEL, TOKENIZER, World, ending, in_world, until, world
 
 SERVED = Served(TARGET_MODEL, TOKENIZER)
