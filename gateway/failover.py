@@ -94,7 +94,7 @@ class Failover:
     def target_ready(self) -> None:
         """A target has come: those that wait and fit go there."""
         for session, timer in list(self._waiting.items()):
-            other = self._fleet.target_for(session)
+            other = None if session.ended else self._fleet.target_for(session)
             if other is not None:
                 timer.cancel()
                 del self._waiting[session]

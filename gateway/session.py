@@ -320,7 +320,9 @@ class Session:
         told, request, tally = self.finished, self.request, self._tally
         timing = told.timing if told else self._timing()
         closed_at = self._closed_at or time.monotonic()
-        wanted_seconds = closed_at - self._arrived_at if request.lookahead else 0.0
+        wanted_seconds = 0.0  # without a target there is nothing to draft for
+        if request.lookahead:
+            wanted_seconds = closed_at - self._arrived_at - self._clock.away_seconds
         return RequestRecord(
             request_id=request.request_id,
             model=request.model.name,

@@ -374,6 +374,23 @@ def test_several_models_are_told_apart_by_name() -> None:
     in_world(test, other_targets=[big])
 
 
+def test_a_draft_guesses_only_for_the_model_it_fits() -> None:
+    async def test(w: World) -> None:
+        assert states(w.relay) == ["READY", "READY", "READY"]
+        for target in w.targets:
+            target.script = [ending("x")]
+        await w.stream(model="big")
+        assert w.draft.opens == []
+        await w.stream(model="tiny")
+        await until(lambda: len(w.draft.opens) == 1)
+        scraped = text_of(w.relay.metrics.metrics)
+        assert value(scraped, "draft_available", model="tiny") == 1
+        assert value(scraped, "draft_available", model="big") == 0
+
+    big = FakeTarget(replace(TARGET_MODEL, name="big", noise_version="n2"))
+    in_world(test, drafted=True, draft=FakeDraft(TARGET_MODEL), other_targets=[big])
+
+
 def request(**fields: Any) -> GenerationRequest:
     made = GenerationRequest("r", TARGET_MODEL, (5, 6, 7), SamplingParams(temperature=0.0))
     return replace(made, **fields)

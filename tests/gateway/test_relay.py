@@ -207,7 +207,7 @@ def test_a_lost_target_ends_its_requests_and_is_found_again() -> None:
         w.target.script = [ending("hello")]
         assert w.text(await w.stream()) == "hello"
 
-    in_world(test, drafted=True)
+    in_world(test, drafted=True, failover_seconds=0.1)
 
 
 def test_another_model_at_the_target_makes_the_draft_be_checked_again() -> None:
