@@ -71,7 +71,7 @@ class Fleet:
         Raises `NotFoundError`, `InvalidRequestError` if there are several to choose from, or
         `UnavailableError` if no target is there.
         """
-        known = dict.fromkeys(s.model.name for s in self._served.values())
+        known = dict.fromkeys(s.model.name for t in self.targets if (s := self.at(t)))
         if name and known and name not in known:
             told = ", ".join(f'"{other}"' for other in known)
             raise NotFoundError(f'"{name}" is not served; there is {told}')

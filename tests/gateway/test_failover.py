@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import time
 from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
@@ -135,8 +136,10 @@ def test_verdicts_of_a_target_that_was_left_are_ignored() -> None:
             first, second = await opened_at(*w.targets)
             first.say(*verdicts(first.opens[0], ["he"]))
             await until(lambda: pieces[-1:] == ["he"])
-            first.say(Draining(0.1))  # it has time enough to say more
+            first.say(Draining(2.0))
+            began = time.monotonic()
             await until(lambda: second.opens, "the move")
+            assert 0.9 < time.monotonic() - began < 2.0  # by half of its grace
             await until(lambda: first.closes == [first.opens[0].sequence_id])
             first.say(*verdicts(first.opens[0], ["XX"], committed_len=4))
             second.say(*verdicts(second.opens[0], [ending("y!")]))
@@ -242,17 +245,21 @@ def test_a_target_with_other_weights_takes_no_part() -> None:
     in_world(test, other_targets=[changed], failover_seconds=0.5)
 
 
-def test_a_running_text_does_not_go_on_with_other_weights_that_came_in_its_place() -> None:
+@pytest.mark.parametrize(("name", "state"), [("other", "READY"), ("tiny", "MISMATCHED")])
+def test_a_running_text_does_not_go_on_with_other_weights_that_came_in_its_place(
+    name: str, state: str
+) -> None:
     async def test(w: World) -> None:
         task = asyncio.create_task(w.stream())
         await until(lambda: w.target.opens)
         await w.target.stop()
-        w.target.model = replace(TARGET_MODEL, name="other", weights_fingerprint="w2")
+        w.target.model = replace(TARGET_MODEL, name=name, weights_fingerprint="w2")
         await w.target.start()
-        await until(lambda: states(w.relay) == ["READY"])
+        await until(lambda: states(w.relay) == [state])
         with pytest.raises(UnavailableError, match="its weights_fingerprint is 'w2', not 'w1'"):
             await task
         assert len(w.target.opens) == 1
+        await until(lambda: states(w.relay) == ["READY"])
 
     in_world(test, failover_seconds=1.0)
 
