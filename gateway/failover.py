@@ -82,8 +82,9 @@ class Failover:
 
         What can't stays, and is opened anew when the target is gone.
         """
-        timer = self._loop.call_later(grace_seconds / 2, self._empty, target)
-        self._draining[target] = timer
+        if target not in self._draining:
+            timer = self._loop.call_later(grace_seconds / 2, self._empty, target)
+            self._draining[target] = timer
 
     def target_gone(self, target: Peer[Session]) -> None:
         """A target's stream has ended."""

@@ -115,7 +115,8 @@ class Fleet:
         candidates = [
             Candidate(t.address, t.state, t.load, self._may_serve(t, session)) for t in self.targets
         ]
-        chosen = self._router.choose(candidates, prefix_keys(request.cache_scope, request.prompt))
+        scope = f"{request.model.weights_fingerprint} {request.cache_scope}"
+        chosen = self._router.choose(candidates, prefix_keys(scope, request.prompt))
         return next((t for t in self.targets if t.address == chosen), None)
 
     def draft_for(self, session: Session) -> Peer[Session] | None:

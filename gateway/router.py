@@ -40,7 +40,7 @@ def overloaded(load: int, least: int) -> bool:
 def prefix_keys(scope: str, prompt: Tokens) -> list[int]:
     """A key for every beginning of whole chunks, the longest last; none for a short prompt.
 
-    Prompts of different cache scopes share no blocks, so they share no key.
+    Prompts of different scopes, such as models or callers, share no blocks, so no key.
     """
     keys: list[int] = []
     key = hash(scope)
