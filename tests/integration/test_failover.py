@@ -63,6 +63,7 @@ def stack(model: str, collector: Collector) -> Iterator[LocalStack]:
         dtype="float32",
         num_targets=2,
         num_drafts=2,
+        target_args=["--drain-seconds=0.6"],
         gateway_args=PATIENT,
         env=collector.env,
     ) as running:
@@ -179,16 +180,24 @@ def test_a_draft_is_killed_and_another_one_goes_on(
         assert not h.kinds() & {"draft_away", "moved"}
 
 
-def test_a_target_is_told_to_stop(stack: LocalStack, expected: list[Heard]) -> None:
+def test_a_target_is_told_to_stop(
+    stack: LocalStack, expected: list[Heard], show: Callable[[str], None]
+) -> None:
+    """What it has not finished by half of its grace moves, and nothing new goes astray."""
     wait_until_all_ready(stack)
 
     async def terminate(stack: LocalStack) -> None:
         stack.targets[0].terminate()
+        async with AsyncClient(stack.gateway_address) as client:
+            for _ in range(10):
+                answer = await client.generate([5, 6, 7], max_tokens=3, ignore_eos=True)
+                assert len(answer.token_ids) == 3
 
     heard = run(stack, terminate)
     assert stack.targets[0].stop() == 0
     stack.start_target(0)
     assert_same(heard, expected)
+    show(f"failover: {sum('moved' in h.kinds() for h in heard)} of 8 moved before a stop")
 
 
 def test_a_target_hangs(stack: LocalStack, expected: list[Heard]) -> None:
