@@ -74,7 +74,7 @@ SEQUENCE_ID = _int("tandem.sequence.id", "id of the attempt, by the service that
 PEER = _string("tandem.peer.address", "where the gateway dials the peer")
 REOPEN = _string(
     "tandem.session.reason",
-    "why the session was opened: first, draft_returned or target_lost",
+    "why the session was opened: first, or a reason of sequence_reopens_total",
 )
 NUM_TESTED = _int("tandem.num_tested", "draft tokens tested, after a finish has cut the run")
 NUM_ACCEPTED = _int("tandem.num_accepted", "draft tokens kept")
@@ -115,7 +115,8 @@ WIRE = _float(
 )
 GATEWAY = _float(
     "tandem.gateway_seconds",
-    "in the gateway itself: before the target is told, and after its last verdict",
+    "in the gateway itself: before the target is told, and after its last verdict; when a target"
+    " was lost, from its last verdict until another one was told",
 )
 PROPOSAL_WAIT = _float(
     "tandem.proposal.wait_seconds",
@@ -191,7 +192,7 @@ SPANS: tuple[Span, ...] = (
         "gateway",
         "CLIENT",
         "rpc",
-        "a sequence open at a draft; a draft that returned shows as a second one",
+        "a sequence open at a draft; one more for each that takes its place",
         (PEER, SEQUENCE_ID, REOPEN, WIRE, *_optional(NUM_DRAFTED)),
     ),
     Span(
@@ -279,7 +280,8 @@ EVENTS: tuple[tuple[str, str], ...] = (
     ("tandem.closed", "on target.sequence: closed by the gateway, or by the end of its stream"),
     ("tandem.preempted", "on target.sequence: its blocks were taken back"),
     ("tandem.draft_lost", "on draft.session: the draft is gone; the request goes on undrafted"),
-    ("tandem.target_lost", "on target.session: the target is gone"),
+    ("tandem.target_lost", "on target.session: the target is gone, or gives the sequence up"),
+    ("tandem.moved", "on target.session: the sequence goes on at another target"),
 )
 
 

@@ -72,6 +72,10 @@ MAX_POSITION = 16
 """Accepted tokens at this place in a run and behind it are counted together."""
 POSITIONS = (*map(str, range(MAX_POSITION)), f"{MAX_POSITION}+")
 ENDINGS = (*(r.name.lower() for r in FinishReason), "error", "cancelled", "deadline", "refused")
+REOPENS = (
+    "target_lost", "target_draining", "target_full",
+    "draft_lost", "draft_draining", "draft_refused", "draft_returned",
+)  # fmt: skip
 PARTS = ("queue", "prefill", "steps", "wire", "gateway")
 
 METRICS: tuple[Metric, ...] = (
@@ -126,13 +130,14 @@ METRICS: tuple[Metric, ...] = (
     Metric("draft_tokens_total", _C, DRAFT, "Draft tokens drawn."),
     Metric("draft_refusals_total", _C, DRAFT, "Sequences that the draft could not serve."),
     Metric("num_live_requests", _G, GATEWAY, "Requests that are not finished.", at_scrape=True),
-    Metric("target_available", _G, GATEWAY, "1 while a target is ready.", at_scrape=True),
+    Metric("target_available", _G, GATEWAY, "Targets that are ready.", at_scrape=True),
     Metric(
         "draft_available", _G, GATEWAY,
-        "1 while a draft is ready; absent if none is configured.", at_scrape=True,
+        "Drafts that are ready and fit; absent if none is configured.", at_scrape=True,
     ),
     Metric(
-        "peer_round_trip_seconds", _G, GATEWAY, "Last heartbeat's way to a peer and back.",
+        "peer_round_trip_seconds", _G, GATEWAY,
+        "Last heartbeat's way to the farthest peer and back.",
         {"peer": ("target", "draft")}, at_scrape=True,
     ),
     Metric(
@@ -174,8 +179,9 @@ METRICS: tuple[Metric, ...] = (
         {"part": PARTS},
     ),
     Metric(
-        "sequence_reopens_total", _C, GATEWAY, "Live sequences opened anew.",
-        {"reason": ("draft_returned", "target_lost")},
+        "sequence_reopens_total", _C, GATEWAY,
+        "Live sequences opened anew: at a target that takes another's place, or at a draft.",
+        {"reason": REOPENS},
     ),
     Metric(
         "build_info", _G, EVERY, "Always 1.", {"service": OWNERS, "version": ()}, of_model=False,

@@ -30,6 +30,19 @@ def _failed(r: RequestRecord) -> Finding | None:
     return None
 
 
+def _moved(r: RequestRecord) -> Finding | None:
+    if not r.num_moves:
+        return None
+    return _fault(
+        "moved",
+        f"its target was lost, full or stopped {r.num_moves} times, and another one went on;"
+        f" {milliseconds(r.away_seconds)} without one",
+        {"num_moves": r.num_moves, "away_seconds": r.away_seconds},
+        "why the target went: its log, and `tandem status`; --silence-seconds and"
+        " --failover-seconds of the gateway",
+    )
+
+
 def _no_draft(r: RequestRecord) -> Finding | None:
     if r.lookahead:
         return None
@@ -231,9 +244,9 @@ def _discarded(r: RequestRecord) -> Finding | None:
 
 
 CHECKS: tuple[Callable[[RequestRecord], Finding | None], ...] = (
-    _failed, _stale_malformed, _draft_away, _queue, _preempted, _wire, _gateway, _draft_silent,
-    _low_acceptance, _stale_late, _round_trip, _lookahead_short, _prefill, _batch_mates,
-    _stale_diverged, _stale_superseded, _discarded, _no_draft,
+    _failed, _moved, _stale_malformed, _draft_away, _queue, _preempted, _wire, _gateway,
+    _draft_silent, _low_acceptance, _stale_late, _round_trip, _lookahead_short, _prefill,
+    _batch_mates, _stale_diverged, _stale_superseded, _discarded, _no_draft,
 )  # fmt: skip
 
 
@@ -241,6 +254,8 @@ def _long_part(
     r: RequestRecord, part: str, words: str, setting: str, share: float
 ) -> Finding | None:
     seconds, total = parts(r)[part], r.timing.total_seconds
+    if part == "gateway":
+        seconds -= r.away_seconds  # `_moved` tells of that
     if not _noticeable(seconds, total, share):
         return None
     numbers = {f"{part}_seconds": seconds, "total_seconds": total}

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
 from common.metrics import Metrics, Reading
 from gateway.records import RequestRecord
-from gateway.types import PeerState, PeerStatus
+from gateway.types import Standing
 
 
 class GatewayMetrics:
@@ -59,20 +60,28 @@ class GatewayMetrics:
         for part, seconds in parts(record).items():
             metrics.add("request_part_seconds_total", max(0.0, seconds), part)
 
-    def watch(self, peers: Callable[[], Iterable[PeerStatus]], live: Callable[[], int]) -> None:
-        """Tell at each scrape how things stand; asked for in another thread."""
+    def watch(
+        self, standings: Callable[[], Iterable[Standing]], live: Callable[[], list[str]]
+    ) -> None:
+        """Tell at each scrape how things stand; asked for in another thread.
+
+        live: the model of each live request.
+        """
 
         def read() -> Iterator[Reading]:
-            statuses = list(peers())
-            names = [p.model.name for p in statuses if p.model and p.kind.name == "TARGET"]
-            model = {"model": names[0] if names else ""}
-            yield "num_live_requests", model, live()
-            for peer in statuses:
-                kind = peer.kind.name.lower()
-                yield f"{kind}_available", model, float(peer.state is PeerState.READY)
-                if peer.round_trip_seconds is not None:
-                    labels = model | {"peer": kind}
-                    yield "peer_round_trip_seconds", labels, peer.round_trip_seconds
+            counts = Counter(live())
+            for s in standings():
+                model = {"model": s.model}
+                yield "num_live_requests", model, counts[s.model]
+                yield "target_available", model, float(s.num_targets)
+                if s.num_drafts is not None:
+                    yield "draft_available", model, float(s.num_drafts)
+                for peer, seconds in (
+                    ("target", s.target_round_trip_seconds),
+                    ("draft", s.draft_round_trip_seconds),
+                ):
+                    if seconds is not None:
+                        yield "peer_round_trip_seconds", model | {"peer": peer}, seconds
 
         self.metrics.at_scrape(read)
 

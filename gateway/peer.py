@@ -36,15 +36,20 @@ class Hooks(Generic[HolderT]):
 
     kind: PeerKind
     # Describes the peer; raises ConfigurationError if it does not fit.
-    handshake: Callable[[grpc.aio.Channel], Awaitable[ModelInfo]]
+    handshake: Callable[[Peer[HolderT], grpc.aio.Channel], Awaitable[ModelInfo]]
     # Opens the stream: batches of what we say go in, batches of what the peer says come out.
     converse: Callable[
         [grpc.aio.Channel, AsyncIterator[list[Any]]], AsyncGenerator[list[Any], None]
     ]
-    ready: Callable[[], None]
-    receive: Callable[[Any], None]  # each reply in order; heartbeats are dealt with here
+    # Told when the stream carries both ways; raises ConfigurationError if the peer does not
+    # fit any more. `ready` follows, once sequences can be opened.
+    admit: Callable[[Peer[HolderT]], None]
+    ready: Callable[[Peer[HolderT]], None]
+    # Each reply in order; heartbeats are dealt with here.
+    receive: Callable[[Peer[HolderT], Any], None]
+    draining: Callable[[Peer[HolderT], float], None]  # told how many seconds are left
     # Told why, and what the peer held.
-    lost: Callable[[str, list[HolderT]], None]
+    lost: Callable[[Peer[HolderT], str, list[HolderT]], None]
 
 
 class Peer(Generic[HolderT]):
@@ -65,6 +70,8 @@ class Peer(Generic[HolderT]):
         self._engine: EngineStatus | None = None
         self._round_trip_seconds: float | None = None
         self._outbox: Outbox[Any] = Outbox()
+        self._num_streams = 0
+        self._num_others = 0  # sequences of other gateways, as last reported
         self._heard_at = 0.0  # monotonic: the engine's last word, or the first open since
         self._beats: dict[int, float] = {}  # serial of an unanswered heartbeat -> sent at
         self._task: asyncio.Task[None] | None = None
@@ -87,6 +94,16 @@ class Peer(Generic[HolderT]):
     def ready(self) -> bool:
         """Whether sequences can be opened here."""
         return self.state is PeerState.READY
+
+    @property
+    def stream(self) -> tuple[str, int]:
+        """Names the present stream, among all peers and times."""
+        return self.address, self._num_streams
+
+    @property
+    def load(self) -> int:
+        """Sequences there: ours as of now, those of other gateways as last reported."""
+        return len(self.holders) + self._num_others
 
     def status(self) -> PeerStatus:
         """How things stand."""
@@ -149,14 +166,16 @@ class Peer(Generic[HolderT]):
             log.warning("%s at %s: %s", self._hooks.kind.name.lower(), self.address, reason)
         self.state, self._detail = state, reason
         self._engine = self._round_trip_seconds = None
+        self._num_others = 0
         self._outbox.close()
         holders, self.holders = list(self.holders.values()), {}
-        self._hooks.lost(reason, holders)
+        self._hooks.lost(self, reason, holders)
 
     async def _connect(self, channel: grpc.aio.Channel) -> None:
         """One stream, until it ends."""
-        self.model = await self._hooks.handshake(channel)
+        self.model = await self._hooks.handshake(self, channel)
         self._outbox = Outbox()
+        self._num_streams += 1
         self._beats.clear()
         tasks = {
             asyncio.create_task(self._read(channel)),
@@ -177,9 +196,11 @@ class Peer(Generic[HolderT]):
             async for replies in stream:
                 if self.state in (PeerState.CONNECTING, PeerState.MISMATCHED):
                     # The answer to the first heartbeat: the stream carries both ways.
+                    self._hooks.admit(self)
                     self.state, self._detail = PeerState.READY, ""
                     self._heard_at = time.monotonic()
-                    self._hooks.ready()
+                    if not any(isinstance(reply, Draining) for reply in replies):
+                        self._hooks.ready(self)
                 for reply in replies:
                     self._hear(reply)
         finally:
@@ -194,12 +215,14 @@ class Peer(Generic[HolderT]):
         if isinstance(reply, Draining):
             self.state = PeerState.DRAINING
             self._detail = f"stops within {reply.grace_seconds:.0f} s"
+            self._hooks.draining(self, reply.grace_seconds)
             return
         self._heard_at = time.monotonic()
         if isinstance(reply, EngineStatus):
             self._engine = reply
+            self._num_others = max(0, reply.num_running + reply.num_waiting - len(self.holders))
         else:
-            self._hooks.receive(reply)
+            self._hooks.receive(self, reply)
 
     async def _beat(self) -> None:
         """Send heartbeats; raises `UnavailableError` when the peer has been silent too long."""

@@ -34,8 +34,10 @@ class Tally:
     queue_seconds: float = 0.0
     prefill_seconds: float = 0.0
     steps_seconds: float = 0.0
-    held_seconds: float = 0.0  # by the target, from arrival to sending the last verdict
+    held_seconds: float = 0.0  # by targets, from arrival to sending the last verdict
     told_seconds: float = 0.0  # of that, after its decision
+    _held_before: float = 0.0  # by targets that were left, like the next
+    _told_before: float = 0.0
 
     def add(self, verdict: Verdict) -> None:
         """Count a verdict."""
@@ -48,8 +50,8 @@ class Tally:
         self.queue_seconds += verdict.timing.queue_seconds
         self.prefill_seconds += verdict.timing.prefill_seconds
         self.steps_seconds += verdict.timing.step_seconds
-        self.held_seconds = verdict.timing.held_seconds
-        self.told_seconds = verdict.timing.told_seconds
+        self.held_seconds = self._held_before + verdict.timing.held_seconds
+        self.told_seconds = self._told_before + verdict.timing.told_seconds
         if not verdict.token_ids:
             return
         self.steps += 1
@@ -61,6 +63,10 @@ class Tally:
         self.accepted_per_position.extend([0] * missing)
         for position in range(verdict.num_accepted):
             self.accepted_per_position[position] += 1
+
+    def moved(self) -> None:
+        """The sequence leaves its target: what another one says is counted on top."""
+        self._held_before, self._told_before = self.held_seconds, self.told_seconds
 
     def figures(self) -> SpeculationFigures:
         """What clients are told of drafting."""
@@ -124,6 +130,58 @@ class DraftWatch:
         return sum(self._turnarounds) / len(self._turnarounds)
 
 
+class TargetWatch:
+    """When a request was told to targets, and when they spoke.
+
+    Times are monotonic seconds of the gateway.
+    """
+
+    def __init__(self, arrived_at: float) -> None:
+        self._opened_at = arrived_at  # at the present target
+        self._heard_at: float | None = None  # its last verdict
+        self._at_targets_seconds = 0.0  # with those left, from open to last verdict
+        self._left_at: float | None = None  # the last word of a target that was left
+        self._here = False  # whether there is a target
+        self._arrived_at = arrived_at
+        self.away_seconds = 0.0  # from the last word of a target until the next was told
+
+    def opened(self, now: float) -> None:
+        """A target is told."""
+        if self._left_at is not None:
+            self.away_seconds += now - self._left_at
+        self._opened_at, self._heard_at, self._left_at, self._here = now, None, None, True
+
+    def heard(self, now: float) -> None:
+        """The target has sent a verdict."""
+        self._heard_at = now
+
+    def left(self) -> None:
+        """The target is lost or left."""
+        if self._heard_at is not None:
+            self._at_targets_seconds += self._heard_at - self._opened_at
+        self._left_at = self._heard_at or self._opened_at
+        self._heard_at, self._here = None, False
+
+    def timing(self, tally: Tally, now: float, first_token_at: float | None) -> GenerationTiming:
+        """Where the time went so far; without a gap once the target has spoken."""
+        at_targets, unknown = self._at_targets_seconds, 0.0
+        if self._heard_at is not None:
+            at_targets += self._heard_at - self._opened_at
+        elif self._here:  # it has not said yet what it spent the time on
+            unknown = now - self._opened_at
+        total = now - self._arrived_at
+        first = self._arrived_at if first_token_at is None else first_token_at
+        return GenerationTiming(
+            total_seconds=total,
+            time_to_first_token_seconds=first - self._arrived_at,
+            queue_seconds=tally.queue_seconds,
+            prefill_seconds=tally.prefill_seconds,
+            steps_seconds=tally.steps_seconds + tally.told_seconds,
+            wire_seconds=at_targets - tally.held_seconds,
+            gateway_seconds=total - at_targets - unknown,
+        )
+
+
 @dataclass(frozen=True, slots=True)
 class RequestRecord:
     """The figures of a request that has ended, or is about to."""
@@ -142,6 +200,8 @@ class RequestRecord:
     num_preemptions: int = 0
     lookahead: int = 0  # 0: no drafting
     num_chains: int = 0  # that the draft began
+    num_moves: int = 0  # from one target to another, or back to the same
+    away_seconds: float = 0.0  # from a left target's last word until the next was told
     has_draft: bool = False  # whether the gateway has one configured
     undrafted_seconds: float = 0.0  # without a draft at hand, though one was wanted
     draft_turnaround_seconds: float | None = None  # see DraftWatch

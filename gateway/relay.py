@@ -1,7 +1,6 @@
 """Joins clients' sessions with targets and drafts: who is connected, who hears what.
 
-This slice has one target and at most one draft. Everything runs in the event loop's
-thread; a reader never waits for a client.
+Everything runs in the event loop's thread; a reader never waits for a client.
 """
 
 from __future__ import annotations
@@ -10,18 +9,20 @@ import asyncio
 import itertools
 import time
 from collections.abc import AsyncGenerator, AsyncIterator
-from dataclasses import dataclass, replace
+from dataclasses import replace
 from typing import Any
 
 import grpc
 from tandem.v1 import draft_pb2, draft_pb2_grpc, target_pb2, target_pb2_grpc
 
 from common import wire
-from common.errors import CapacityError, ConfigurationError, NotFoundError, UnavailableError
+from common.errors import CapacityError, UnavailableError
 from common.metrics import Metrics
-from common.tokenizer import Tokenizer
 from common.types import Commit, ModelInfo, Progress, Proposal, Refusal, Verdict
 from gateway.config import GatewayConfig
+from gateway.failover import Failover
+from gateway.fit import Served, checked_tokenizer
+from gateway.fleet import RETRY_SECONDS, Fleet
 from gateway.metrics import GatewayMetrics
 from gateway.peer import Hooks, Peer
 from gateway.records import Journal, RequestRecord
@@ -30,15 +31,6 @@ from gateway.spans import RequestSpans
 from gateway.types import GenerationRequest, PeerKind, PeerStatus
 
 HANDSHAKE_SECONDS = 10.0
-RETRY_SECONDS = 1.0
-
-
-@dataclass(frozen=True)
-class Served:
-    """A model that can be asked for, and its tokenizer."""
-
-    model: ModelInfo
-    tokenizer: Tokenizer
 
 
 class Relay:
@@ -52,44 +44,43 @@ class Relay:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._config = config
         self.metrics = GatewayMetrics(Metrics(config.name, config.pool))
-        self.metrics.watch(self.status, self.num_live)
         self.journal = Journal()
         self._ids = itertools.count(1)  # sequence ids, new for every attempt
         self._sessions: set[Session] = set()
         self._draining = False
-        self._served: Served | None = None  # of the last target that has connected
         self._target_met = asyncio.Event()
         self._target_ready = asyncio.Event()
-        self._target: Peer[Session] = Peer(
-            config.target,
-            Hooks(
-                kind=PeerKind.TARGET,
-                handshake=self._meet_target,
-                converse=_verify,
-                ready=self._target_ready.set,
-                receive=self._hear_target,
-                lost=self._lose_target,
-            ),
-            config.silence_seconds,
+        targets = Hooks(
+            kind=PeerKind.TARGET,
+            handshake=self._meet_target,
+            converse=_verify,
+            admit=self._admit_target,
+            ready=self._welcome_target,
+            receive=self._hear_target,
+            draining=self._drain_target,
+            lost=self._lose_target,
         )
-        self._draft: Peer[Session] | None = None
-        if config.draft:
-            self._draft = Peer(
-                config.draft,
-                Hooks(
-                    kind=PeerKind.DRAFT,
-                    handshake=self._meet_draft,
-                    converse=_propose,
-                    ready=self._attach_all,
-                    receive=self._hear_draft,
-                    lost=self._lose_draft,
-                ),
-                config.silence_seconds,
-            )
+        drafts = Hooks(
+            kind=PeerKind.DRAFT,
+            handshake=self._meet_draft,
+            converse=_propose,
+            admit=lambda draft: None,
+            ready=self._welcome_draft,
+            receive=self._hear_draft,
+            draining=self._drain_draft,
+            lost=self._lose_draft,
+        )
+        silence = config.silence_seconds
+        self._fleet = Fleet(
+            [Peer(address, targets, silence) for address in config.targets],
+            [Peer(address, drafts, silence) for address in config.drafts],
+        )
+        self._failover = Failover(self._fleet, config.failover_seconds, self._reopen)
+        self.metrics.watch(self._fleet.standings, self._live_of)
 
     def start(self) -> None:
         """Begin to connect."""
-        for peer in self._peers():
+        for peer in self._fleet.peers():
             peer.start()
 
     async def wait_for_target(self) -> None:
@@ -104,8 +95,9 @@ class Relay:
         """End what is left."""
         self.drain()
         for session in list(self._sessions):
+            self._failover.forget(session)
             session.fail(UnavailableError("the gateway stops", retry_after_seconds=RETRY_SECONDS))
-        for peer in self._peers():
+        for peer in self._fleet.peers():
             await peer.stop()
 
     def num_live(self) -> int:
@@ -113,35 +105,27 @@ class Relay:
         return len(self._sessions)
 
     def status(self) -> tuple[PeerStatus, ...]:
-        """How things stand with the peers."""
-        return tuple(peer.status() for peer in self._peers())
+        """How things stand with the peers, targets first."""
+        return tuple(peer.status() for peer in self._fleet.peers())
 
     def models(self) -> tuple[ModelInfo, ...]:
         """What can be asked for now."""
-        return (self._served.model,) if self._served and self._target.ready else ()
+        return self._fleet.models()
 
     @property
     def max_lookahead(self) -> int:
         """How far a draft may be ahead; 0 without one."""
-        return self._config.lookahead if self._draft is not None else 0
+        return self._config.lookahead if self._fleet.drafts else 0
 
     def served(self, name: str) -> Served:
         """The model of that name, or the only one if the name is empty.
 
-        Raises `NotFoundError`, or `UnavailableError` if no target is there.
+        Raises `NotFoundError`, `InvalidRequestError` if there are several to choose from, or
+        `UnavailableError` if no target is there.
         """
         if self._draining:
             raise UnavailableError("the gateway stops", retry_after_seconds=RETRY_SECONDS)
-        if self._served is not None and name not in ("", self._served.model.name):
-            raise NotFoundError(
-                f'"{name}" is not served; there is "{self._served.model.name}"', field="model"
-            )
-        if self._served is None or not self._target.ready:
-            raise UnavailableError(
-                f"no target is ready: {self._target.status().detail}",
-                retry_after_seconds=RETRY_SECONDS,
-            )
-        return self._served
+        return self._fleet.served(name)
 
     def open(
         self,
@@ -152,7 +136,7 @@ class Relay:
     ) -> Session:
         """Begin a request; whoever opens a session closes it in the end.
 
-        fork_of is a session with the same prompt whose blocks this one may share.
+        fork_of: a session with the same prompt, whose target is taken if that can be.
         Raises `CapacityError`, or `UnavailableError` if no target is there.
         """
         self.served(request.model.name)
@@ -163,152 +147,160 @@ class Relay:
             )
         if arrived_at is None:
             arrived_at = time.monotonic()
-        parent_id = fork_of.target_id if fork_of is not None else 0
-        session = Session(
-            request, self._target, next(self._ids), arrived_at, self.metrics, spans, parent_id
-        )
+        session = Session(request, arrived_at, self.metrics, spans)
+        parent = fork_of.target if fork_of is not None and not fork_of.ended else None
+        if parent is not None and not parent.ready:
+            parent = None
+        target = parent or self._fleet.target_for(session)
+        if target is None:
+            raise UnavailableError(
+                f"no target is ready: {self._fleet.why_none(request)}",
+                retry_after_seconds=RETRY_SECONDS,
+            )
         self._sessions.add(session)
-        self._attach(session)
+        forked = fork_of.target_id if fork_of is not None and parent is not None else 0
+        session.open_at(target, next(self._ids), fork_of=forked)
+        self.metrics.opened(request.model.name, len(request.prompt))
+        self._attach(session, "first")
         return session
 
     def close(self, session: Session) -> None:
         """The client has what it wanted, or is gone."""
         session.close()
+        self._failover.forget(session)
         if session not in self._sessions:
             return
         self._sessions.remove(session)
         record = self.record(session)
         self.metrics.ended(record)
         prompt = ""
-        if self._config.log_prompts and self._served is not None:
-            prompt = self._served.tokenizer.decode(session.request.prompt)
+        if self._config.log_prompts and (served := self._fleet.at(session.last_target)) is not None:
+            prompt = served.tokenizer.decode(session.request.prompt)
         self.journal.add(record, prompt)
 
     def refused(self) -> None:
         """A request has not been opened."""
-        self.metrics.refused(self._served.model.name if self._served else "")
+        names = [model.name for model in self.models()]
+        self.metrics.refused(names[0] if len(names) == 1 else "")
 
     def record(self, session: Session) -> RequestRecord:
         """A request's figures, with what is known of its peers."""
-        draft = self._draft
+        target, draft = session.last_target, session.last_draft
         return replace(
             session.record(),
-            has_draft=draft is not None,
+            has_draft=bool(self._fleet.drafts),
             draft_round_trip_seconds=draft.status().round_trip_seconds if draft else None,
-            target_round_trip_seconds=self._target.status().round_trip_seconds,
+            target_round_trip_seconds=target.status().round_trip_seconds if target else None,
         )
 
-    def _peers(self) -> list[Peer[Session]]:
-        return [self._target] if self._draft is None else [self._target, self._draft]
+    def _live_of(self) -> list[str]:
+        """The model of each live request; asked for in another thread."""
+        return [session.request.model.name for session in list(self._sessions)]
 
-    def _attach(self, session: Session) -> bool:
-        if self._draft is None or not self._draft.ready or not session.wants_draft:
+    def _reopen(self, session: Session, target: Peer[Session], reason: str) -> None:
+        session.open_at(target, next(self._ids), reason)
+        self.metrics.reopened(session.request.model.name, reason)
+        self._attach(session, reason)
+
+    def _attach(self, session: Session, reason: str) -> bool:
+        if not session.wants_draft or (draft := self._fleet.draft_for(session)) is None:
             return False
-        session.attach(self._draft, next(self._ids))
+        session.attach(draft, next(self._ids), reason)
         return True
 
-    def _attach_all(self) -> None:
-        for session in self._sessions:
-            if self._attach(session):
-                self.metrics.reopened(session.request.model.name, "draft_returned")
+    def _attach_again(self, session: Session, reason: str) -> None:
+        if self._attach(session, reason):
+            self.metrics.reopened(session.request.model.name, reason)
 
-    async def _meet_target(self, channel: grpc.aio.Channel) -> ModelInfo:
+    # -- targets -----------------------------------------------------------------------
+
+    async def _meet_target(self, target: Peer[Session], channel: grpc.aio.Channel) -> ModelInfo:
         stub = target_pb2_grpc.TargetServiceStub(channel)
         described = await stub.GetModel(
             target_pb2.TargetServiceGetModelRequest(), timeout=HANDSHAKE_SECONDS
         )
         model = wire.model_from_pb(described.model)
-        before = self._served.model if self._served else None
-        if self._served is None or model != before:
-            answer = await stub.GetTokenizer(
-                target_pb2.GetTokenizerRequest(), timeout=HANDSHAKE_SECONDS
-            )
-            self._served = Served(model, _checked_tokenizer(model, dict(answer.files)))
-            if self._draft is not None and before is not None:
-                self._draft.reconnect()  # it may not fit any more
+        self._fleet.check_target(target, model, self._failover.awaited())
+        known = self._fleet.at(target)
+        if known is None or model != known.model:
+            known = self._fleet.with_tokenizer(model.tokenizer_fingerprint)
+            if known is None:
+                answer = await stub.GetTokenizer(
+                    target_pb2.GetTokenizerRequest(), timeout=HANDSHAKE_SECONDS
+                )
+                tokenizer = checked_tokenizer(model, dict(answer.files))
+            else:
+                tokenizer = known.tokenizer
+            self._fleet.learn(target, Served(model, tokenizer))
         self._target_met.set()
         return model
 
-    async def _meet_draft(self, channel: grpc.aio.Channel) -> ModelInfo:
+    def _admit_target(self, target: Peer[Session]) -> None:
+        assert target.model is not None, "the handshake is over"
+        self._fleet.check_target(target, target.model, self._failover.awaited())
+
+    def _welcome_target(self, target: Peer[Session]) -> None:
+        self._target_ready.set()
+        self._failover.target_ready()
+
+    def _hear_target(self, target: Peer[Session], reply: Verdict | Progress) -> None:
+        session = target.holders.get(reply.sequence_id)
+        if session is None:
+            return  # closed in the meantime, or open elsewhere by now
+        if isinstance(reply, Progress):
+            session.take_progress(reply)
+            return
+        if reply.ended:
+            del target.holders[reply.sequence_id]
+        if reply.error is None or not self._failover.refused(session, target, reply.error):
+            session.take_verdict(reply)
+
+    def _drain_target(self, target: Peer[Session], grace_seconds: float) -> None:
+        self._failover.drain(target, grace_seconds)
+
+    def _lose_target(self, target: Peer[Session], reason: str, held: list[Session]) -> None:
+        self._failover.target_gone(target)
+        for session in held:
+            self._failover.lose(session, target, reason)
+
+    # -- drafts ------------------------------------------------------------------------
+
+    async def _meet_draft(self, draft: Peer[Session], channel: grpc.aio.Channel) -> ModelInfo:
         stub = draft_pb2_grpc.DraftServiceStub(channel)
         described = await stub.GetModel(
             draft_pb2.DraftServiceGetModelRequest(), timeout=HANDSHAKE_SECONDS
         )
         model = wire.model_from_pb(described.model)
         await self._target_met.wait()
-        assert self._served is not None
-        check_fit(model, self._served.model, self._served.tokenizer.num_ids)
+        self._fleet.check_draft(model)
         return model
 
-    def _hear_target(self, reply: Verdict | Progress) -> None:
-        session = self._target.holders.get(reply.sequence_id)
-        if session is None:
-            return  # closed in the meantime
-        if isinstance(reply, Progress):
-            session.take_progress(reply)
-            return
-        if reply.ended:
-            del self._target.holders[reply.sequence_id]
-        session.take_verdict(reply)
+    def _welcome_draft(self, draft: Peer[Session]) -> None:
+        for session in self._sessions:
+            self._attach_again(session, "draft_returned")
 
-    def _hear_draft(self, reply: Proposal | Refusal) -> None:
-        assert self._draft is not None
-        session = self._draft.holders.get(reply.sequence_id)
+    def _hear_draft(self, draft: Peer[Session], reply: Proposal | Refusal) -> None:
+        session = draft.holders.get(reply.sequence_id)
         if session is None:
             return  # closed in the meantime
         if isinstance(reply, Proposal):
             session.take_proposal(reply)
             return
-        del self._draft.holders[reply.sequence_id]
+        del draft.holders[reply.sequence_id]
+        session.avoided.add(draft.stream)
         session.detach(message=reply.error.message)
+        self._attach_again(session, "draft_refused")
 
-    def _lose_target(self, reason: str, held: list[Session]) -> None:
-        for session in held:
-            error = UnavailableError(
-                f"the target at {self._target.address} was lost: {reason}",
-                retry_after_seconds=RETRY_SECONDS,
-            )
-            session.fail(error, at_target="tandem.target_lost")
+    def _drain_draft(self, draft: Peer[Session], grace_seconds: float) -> None:
+        for session in list(draft.holders.values()):
+            if self._fleet.draft_for(session) is not None:
+                session.detach()
+                self._attach_again(session, "draft_draining")
 
-    def _lose_draft(self, reason: str, held: list[Session]) -> None:
+    def _lose_draft(self, draft: Peer[Session], reason: str, held: list[Session]) -> None:
         for session in held:
             session.detach("tandem.draft_lost", reason)
-
-
-def check_fit(draft: ModelInfo, target: ModelInfo, num_ids: int) -> None:
-    """Raises `ConfigurationError` if a draft's guesses would mean something else.
-
-    num_ids is the size of the target's tokenizer; models often pad their logits beyond it.
-    """
-    if draft.vocab_size == 0:
-        return  # it only repeats ids that it has seen
-    if not draft.tokenizer_fingerprint or (
-        draft.tokenizer_fingerprint != target.tokenizer_fingerprint
-    ):
-        raise ConfigurationError(
-            f'drafts speak another vocabulary: "{draft.name}" has tokenizer'
-            f' "{draft.tokenizer_fingerprint}", the target "{target.name}" has'
-            f' "{target.tokenizer_fingerprint}"'
-        )
-    if draft.vocab_size < min(target.vocab_size, num_ids):
-        raise ConfigurationError(
-            f'the draft "{draft.name}" knows {draft.vocab_size} token ids,'
-            f" the tokenizer has {num_ids}"
-        )
-    if draft.noise_version and draft.noise_version != target.noise_version:
-        raise ConfigurationError(
-            f'drafts draw other noise: "{draft.noise_version}", the target "{target.noise_version}"'
-        )
-
-
-def _checked_tokenizer(model: ModelInfo, files: dict[str, bytes]) -> Tokenizer:
-    tokenizer = Tokenizer(files)
-    if model.tokenizer_fingerprint not in ("", tokenizer.fingerprint):
-        raise ConfigurationError(
-            f"the target's tokenizer files are {tokenizer.fingerprint},"
-            f" its model needs {model.tokenizer_fingerprint}"
-        )
-    return tokenizer
+            self._attach_again(session, "draft_lost")
 
 
 def merge_commits(items: list[Any]) -> list[Any]:

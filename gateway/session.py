@@ -1,10 +1,14 @@
-"""One request on its way through a target and, if there is one, a draft."""
+"""One request on its way through a target and, if there is one, a draft.
+
+Either may change on the way: the session is told by the relay whom to leave and where to open.
+"""
 
 from __future__ import annotations
 
 import asyncio
 import time
 from collections.abc import AsyncGenerator
+from dataclasses import replace
 
 from common.errors import AbandonedError, InternalFaultError, TandemError, error_for
 from common.tokenizer import Tokenizer
@@ -19,7 +23,7 @@ from common.types import (
 from common.types import Progress as SequenceProgress
 from gateway.metrics import GatewayMetrics
 from gateway.peer import Peer
-from gateway.records import DraftWatch, RequestRecord, Tally
+from gateway.records import DraftWatch, RequestRecord, Tally, TargetWatch
 from gateway.spans import RequestSpans
 from gateway.text import TextStream
 from gateway.types import (
@@ -47,8 +51,6 @@ class Session:
     def __init__(
         self,
         request: GenerationRequest,
-        target: Peer[Session],
-        target_id: int,
         arrived_at: float,
         metrics: GatewayMetrics,
         spans: RequestSpans | None = None,
@@ -60,13 +62,18 @@ class Session:
         self.finished: Finished | None = None  # once the client has been told the end
         self.error: TandemError | None = None  # once the client has been told it
         self.committed = [*request.prompt, *request.output_prefix]
-        self.target_id = target_id
-        self._target = target
-        self._fork_of = fork_of  # a target id with the same prompt; 0: none
-        self._draft: Peer[Session] | None = None
+        self.target: Peer[Session] | None = None  # None: it waits for another one
+        self.last_target: Peer[Session] | None = None  # stays when it is left
+        self.target_id = 0  # its sequence id there
+        self.draft: Peer[Session] | None = None
+        self.last_draft: Peer[Session] | None = None  # stays when it is detached
+        self.avoided: set[tuple[str, int]] = set()  # streams that refused it; the relay's
+        self.num_moves = 0  # to other targets, or back to the same
+        self.num_losses = 0  # of targets since the last token
+        self.ended = False  # nothing more comes from the target
+        self._num_given = len(self.committed)  # tokens the client had
         self._draft_id = 0  # also the epoch of the draft's chains
         self._lookahead = request.lookahead
-        self._ended = False  # nothing more comes from the target
         self._tally = Tally()
         self._watch = DraftWatch()
         self._metrics = metrics
@@ -75,39 +82,75 @@ class Session:
         self._first_token_at: float | None = None
         self._last_token_at = arrived_at
         self._closed_at: float | None = None
-        self._opened_at = time.monotonic()  # when it was sent to the target
-        self._heard_at: float | None = None  # when the last verdict came
+        self._clock = TargetWatch(arrived_at)
         self._queue: asyncio.Queue[QueueItem] = asyncio.Queue()
-        target.open(self, self._opening("target", target, target_id))
-        metrics.opened(request.model.name, len(request.prompt))
 
     @property
     def wants_draft(self) -> bool:
         """Whether a draft would be of use now."""
-        return self.request.lookahead > 0 and not self._ended and self._draft is None
+        wanted = self.request.lookahead > 0 and not self.ended
+        return wanted and self.draft is None and self.target is not None
 
-    def attach(self, draft: Peer[Session], draft_id: int) -> None:
+    @property
+    def begun(self) -> bool:
+        """Whether a token has been decided."""
+        return len(self.committed) > self._num_given
+
+    def open_at(
+        self,
+        target: Peer[Session],
+        target_id: int,
+        reason: str = "first",
+        fork_of: int = 0,
+    ) -> None:
+        """Let a target decide from here on; target_id is new."""
+        self.target = self.last_target = target
+        self.target_id = target_id
+        self._lookahead = self.request.lookahead
+        self._clock.opened(time.monotonic())
+        opening = self._opening("target", target, target_id, reason)
+        target.open(self, replace(opening, fork_of=fork_of))
+
+    def leave_target(self, event: str, message: str = "") -> None:
+        """Go on without a target for the moment; event and message say why, for the trace.
+
+        The draft is left as well: the next target does not know its chain.
+        """
+        if self.target is None:
+            return
+        if self.spans:
+            self.spans.target_gone(event, message)
+        self.target.close(self.target_id)
+        self.target = None
+        self.detach()
+        self._clock.left()
+        self._tally.moved()
+        self.num_moves += 1
+
+    def attach(self, draft: Peer[Session], draft_id: int, reason: str = "first") -> None:
         """Let a draft guess from here on; draft_id is new and larger than any before."""
-        self._draft, self._draft_id = draft, draft_id
-        draft.open(self, self._opening("draft", draft, draft_id))
+        self.draft = self.last_draft = draft
+        self._draft_id = draft_id
+        draft.open(self, self._opening("draft", draft, draft_id, reason))
         self._watch.attached(time.monotonic())
 
     def detach(self, event: str = "", message: str = "") -> None:
         """Go on undrafted; event and message say why, for the trace."""
-        if self._draft is not None:
+        if self.draft is not None:
             if self.spans:
                 self.spans.draft_gone(event, message)
-            self._draft.close(self._draft_id)
-            self._draft = None
+            draft, self.draft = self.draft, None
+            draft.close(self._draft_id)
             self._watch.detached(time.monotonic())
 
     def close(self) -> None:
         """Nothing more is wanted from target and draft; may be called again."""
-        self._ended = True
+        self.ended = True
         self._closed_at = self._closed_at or time.monotonic()
         if self.spans:
             self.spans.closed()
-        self._target.close(self.target_id)
+        if self.target is not None:
+            self.target.close(self.target_id)
         self.detach()
 
     def fail(self, error: TandemError, at_target: str | None = None) -> None:
@@ -122,14 +165,14 @@ class Session:
 
     def take_proposal(self, proposal: Proposal) -> None:
         """Pass a draft's guess on, under the target's name for this sequence."""
-        if self._ended:
+        if self.ended or self.target is None:
             return
         self._tally.drafted += len(proposal.token_ids)
         chain_id = ChainId(self._draft_id, proposal.chain_id.serial)
         if self.spans:
             self.spans.proposed(proposal)
         self._watch.proposed(chain_id, proposal.base_len, time.monotonic())
-        self._target.send(
+        self.target.send(
             Proposal(
                 sequence_id=self.target_id,
                 chain_id=chain_id,
@@ -162,21 +205,22 @@ class Session:
             )
             return
         self._tally.add(verdict)
-        self._heard_at = time.monotonic()
+        self._clock.heard(time.monotonic())
         if self.spans:
             self.spans.heard(verdict)
         if verdict.token_ids:
+            self.num_losses = 0
             self._note_tokens(len(verdict.token_ids))
         self.committed.extend(verdict.token_ids)
         self._lookahead = min(verdict.lookahead, self.request.lookahead)
         if verdict.finish_reason is not None:
             self.close()
-        elif self._draft is not None:
+        elif self.draft is not None:
             if verdict.num_tested > verdict.num_accepted:
                 self._watch.rejected(len(self.committed), time.monotonic())
             if self.spans:
                 self.spans.committed(len(self.committed))
-            self._draft.send(
+            self.draft.send(
                 Commit(
                     sequence_id=self._draft_id,
                     committed_len=verdict.committed_len,
@@ -218,11 +262,13 @@ class Session:
                 yield self.finished
                 return
 
-    def _opening(self, kind: str, peer: Peer[Session], sequence_id: int) -> OpenSequence:
+    def _opening(
+        self, kind: str, peer: Peer[Session], sequence_id: int, reason: str
+    ) -> OpenSequence:
         traceparent = ""
         if self.spans:
             num = len(self.committed)
-            traceparent = self.spans.opened(kind, peer.address, sequence_id, num)
+            traceparent = self.spans.opened(kind, peer.address, sequence_id, num, reason)
         timeout = self.request.timeout_seconds
         if timeout is not None:
             timeout = max(0.0, timeout - (time.monotonic() - self._arrived_at))
@@ -233,11 +279,10 @@ class Session:
             sampling=self.request.sampling,
             lookahead=self._lookahead,
             priority=self.request.priority,
-            resumed=len(self.committed) > len(self.request.prompt),
+            resumed=self.num_moves > 0 or self.begun,
             timeout_seconds=timeout,
-            traceparent=traceparent,
             cache_scope=self.request.cache_scope,
-            fork_of=self._fork_of if kind == "target" else 0,
+            traceparent=traceparent,
         )
 
     def _note_tokens(self, num: int) -> None:
@@ -261,35 +306,25 @@ class Session:
         )
 
     def _usage(self) -> Usage:
-        num_prompt, num_prefix = len(self.request.prompt), len(self.request.output_prefix)
+        num_prompt = len(self.request.prompt)
         return Usage(
             prompt=num_prompt,
-            cached=self._tally.cached,
+            cached=min(self._tally.cached, num_prompt),
             delivered=self._num_delivered,
-            discarded=len(self.committed) - num_prompt - num_prefix - self._num_delivered,
+            discarded=len(self.committed) - self._num_given - self._num_delivered,
         )
 
     def _timing(self) -> GenerationTiming:
-        tally = self._tally
-        now = time.monotonic()
-        first_token_at = self._first_token_at or self._arrived_at
-        heard_at = self._heard_at
-        return GenerationTiming(
-            total_seconds=now - self._arrived_at,
-            time_to_first_token_seconds=first_token_at - self._arrived_at,
-            queue_seconds=tally.queue_seconds,
-            prefill_seconds=tally.prefill_seconds,
-            steps_seconds=tally.steps_seconds + tally.told_seconds,
-            wire_seconds=heard_at - self._opened_at - tally.held_seconds if heard_at else 0.0,
-            gateway_seconds=self._opened_at - self._arrived_at + now - (heard_at or now),
-        )
+        return self._clock.timing(self._tally, time.monotonic(), self._first_token_at)
 
     def record(self) -> RequestRecord:
         """The request's figures, as the client has been told them if it has."""
         told, request, tally = self.finished, self.request, self._tally
         timing = told.timing if told else self._timing()
         closed_at = self._closed_at or time.monotonic()
-        wanted_seconds = closed_at - self._arrived_at if request.lookahead else 0.0
+        wanted_seconds = 0.0  # without a target there is nothing to draft for
+        if request.lookahead:
+            wanted_seconds = closed_at - self._arrived_at - self._clock.away_seconds
         return RequestRecord(
             request_id=request.request_id,
             model=request.model.name,
@@ -303,6 +338,8 @@ class Session:
             stale=tally.stale_counts,
             mean_batch_size=tally.batch_sizes / max(1, tally.steps),
             num_preemptions=tally.preemptions,
+            num_moves=self.num_moves,
+            away_seconds=self._clock.away_seconds,
             lookahead=request.lookahead,
             num_chains=self._watch.num_chains,
             undrafted_seconds=max(0.0, wanted_seconds - self._watch.attached_seconds(closed_at)),

@@ -66,6 +66,7 @@ class _Session:
     span: Span
     opened_at: float
     closed_at: float | None = None
+    heard_at: float | None = None  # a target's last verdict
     wire_seconds: float | None = None
     num_drafted: int = 0
     serial: int = -1  # of the draft's chain
@@ -87,8 +88,8 @@ class RequestSpans:
         self._deadline_at = None if timeout_seconds is None else arrived_at + timeout_seconds
         self._target: _Session | None = None
         self._draft: _Session | None = None
-        self._num_opened = {"target": 0, "draft": 0}
         self._heard_at: float | None = None  # last verdict
+        self._at_targets_seconds = 0.0  # with those left, from open to last verdict
 
     @property
     def trace_id(self) -> str:
@@ -119,15 +120,18 @@ class RequestSpans:
 
     # -- sequences at peers ------------------------------------------------------------
 
-    def opened(self, peer: str, address: str, sequence_id: int, committed_len: int) -> str:
-        """A sequence is sent to a target or a draft; returns the trace context to send."""
+    def opened(
+        self, peer: str, address: str, sequence_id: int, committed_len: int, reason: str
+    ) -> str:
+        """A sequence is sent to a target or a draft; returns the trace context to send.
+
+        reason is `first` or one of `metric_table.REOPENS`.
+        """
         now = time.monotonic()
-        again = "target_lost" if peer == "target" else "draft_returned"
         span = self._root.child(f"{peer}.session", "CLIENT", began_at=now)
         span.put(names.PEER, address)
         span.put(names.SEQUENCE_ID, sequence_id)
-        span.put(names.REOPEN, again if self._num_opened[peer] else "first")
-        self._num_opened[peer] += 1
+        span.put(names.REOPEN, reason)
         session = _Session(span, now)
         if peer == "target":
             self._target = session
@@ -163,6 +167,7 @@ class RequestSpans:
             self._root.event("tandem.first_token", now)
         self._heard_at = now
         if self._target is not None:
+            self._target.heard_at = now
             held = verdict.timing.held_seconds
             self._target.wire_seconds = now - self._target.opened_at - held
 
@@ -177,6 +182,19 @@ class RequestSpans:
         if message:
             session.span.fail(message)
         self._end_draft(session)
+
+    def target_gone(self, event: str, message: str = "") -> None:
+        """The sequence leaves its target and may go on at another; message: of a failure."""
+        session, now = self._target, time.monotonic()
+        if session is None:
+            return
+        self._target = None
+        session.span.event(event)
+        if message:
+            session.span.fail(message)
+        if session.heard_at is not None:
+            self._at_targets_seconds += session.heard_at - session.opened_at
+        session.end(now)
 
     def target_failed(self, message: str, event: str = "") -> None:
         """The target is lost, or has given the sequence up."""
@@ -236,9 +254,11 @@ class RequestSpans:
         if self._draft is not None:
             self._end_draft(self._draft)
         self._root.attributes["rpc.grpc.status_code"] = code.value[0]
-        if self._target is not None and self._heard_at is not None:
-            before = self._target.opened_at - self._arrived_at
-            self._root.put(names.GATEWAY, before + now - self._heard_at)
+        if self._heard_at is not None:
+            at_targets, target = self._at_targets_seconds, self._target
+            if target is not None:
+                at_targets += (target.heard_at or now) - target.opened_at
+            self._root.put(names.GATEWAY, now - self._arrived_at - at_targets)
         self._root.end(now)
 
     def _told(self, error: BaseException, now: float) -> tuple[StatusCode, str, str]:

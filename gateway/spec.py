@@ -16,7 +16,7 @@ from common.seeds import hash_seed
 from common.types import ModelInfo, Rule, SamplingParams, Tokens
 from common.wire import rule_from_pb, sampling_from_pb
 from gateway.config import GatewayConfig
-from gateway.relay import Served
+from gateway.fit import Served
 from gateway.text import stopped_at
 from gateway.types import MAX_CHOICES, GenerationRequest
 

@@ -264,6 +264,17 @@ class PeerStatus:
 
 
 @dataclass(frozen=True, slots=True)
+class Standing:
+    """The peers that there are for one model."""
+
+    model: str
+    num_targets: int  # ready
+    num_drafts: int | None  # ready, and fitting; None: none is configured
+    target_round_trip_seconds: float | None  # of the farthest
+    draft_round_trip_seconds: float | None
+
+
+@dataclass(frozen=True, slots=True)
 class GatewayStatus:
     """The gateway and its peers."""
 

@@ -92,6 +92,8 @@ def up(
     lookahead: Annotated[
         int, typer.Option(min=0, help="how far drafts may be ahead; 0: no drafting")
     ] = 8,
+    targets: Annotated[int, typer.Option(min=1, help="how many targets to run")] = 1,
+    drafts: Annotated[int, typer.Option(min=1, help="how many drafts to run")] = 1,
     trace: Annotated[
         bool, typer.Option("--trace", help="list requests as they end, for a look at their time")
     ] = False,
@@ -110,7 +112,14 @@ def up(
         if trace or html is not None:
             env = running.enter_context(Receiver(store, "127.0.0.1:0")).environment
         stack = LocalStack(
-            model=model, draft=draft, dtype=dtype, port=port, gateway_args=args, env=env
+            model=model,
+            draft=draft,
+            dtype=dtype,
+            port=port,
+            num_targets=targets,
+            num_drafts=drafts,
+            gateway_args=args,
+            env=env,
         )
         running.enter_context(stack)
         console.print(f'serves on {stack.gateway_address}; ask it: tandem generate "Hello"')

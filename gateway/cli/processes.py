@@ -1,4 +1,4 @@
-"""Target, draft and gateway as processes on this machine."""
+"""Targets, drafts and gateway as processes on this machine."""
 
 from __future__ import annotations
 
@@ -52,6 +52,11 @@ class ServiceProcess:
         threading.Thread(target=self._read, daemon=True).start()
 
     @property
+    def pid(self) -> int:
+        """Its process id."""
+        return self._process.pid
+
+    @property
     def exit_code(self) -> int | None:
         """None while it runs."""
         return self._process.poll()
@@ -98,11 +103,11 @@ class ServiceProcess:
 
 
 class LocalStack:
-    """A target, perhaps a draft, and a gateway; a context manager.
+    """Targets, perhaps drafts, and a gateway; a context manager.
 
     `draft` is "ngram", "none" or a model to draft with. Services take free ports, the
     gateway takes `port`. `env` comes on top of this process's environment. Entering waits
-    until the gateway serves.
+    until all of them serve.
     """
 
     def __init__(
@@ -112,6 +117,8 @@ class LocalStack:
         draft: str = "ngram",
         dtype: str = "auto",
         port: int = 0,
+        num_targets: int = 1,
+        num_drafts: int = 1,
         target_args: Sequence[str] = (),
         draft_args: Sequence[str] = (),
         gateway_args: Sequence[str] = (),
@@ -121,26 +128,47 @@ class LocalStack:
         cores, last_core = share_cores()
         self._timeout_seconds = start_timeout_seconds
         self._env = env
-        self._target_args = ["--port=0", f"--cores={cores}", f"--model={model}"]
-        self._target_args += [f"--dtype={dtype}", *target_args]
-        self._draft_args: list[str] | None = None
-        if draft != "none":
-            drafter = ["--drafter=ngram"]
-            if draft != "ngram":
-                drafter = ["--drafter=model", f"--model={draft}", f"--dtype={dtype}"]
-            self._draft_args = [f"--cores={last_core}", *drafter, *draft_args]
+        target_args = [f"--model={model}", f"--dtype={dtype}", *target_args]
+        drafter = ["--drafter=ngram"]
+        if draft != "ngram":
+            drafter = ["--drafter=model", f"--model={draft}", f"--dtype={dtype}"]
+        self._targets = [
+            _Place("target_service", [f"--cores={share}", *target_args], env)
+            for share in split_cores(cores, num_targets)
+        ]
+        draft_args = [f"--cores={last_core}", *drafter, *draft_args]
+        self._drafts = [
+            _Place("draft_service", draft_args, env)
+            for _ in range(num_drafts if draft != "none" else 0)
+        ]
         self._gateway_args = [f"--port={port}", f"--cores={last_core}", *gateway_args]
-        self.target: ServiceProcess | None = None
-        self.draft: ServiceProcess | None = None
         self.gateway: ServiceProcess | None = None
-        self._draft_port = 0
-        self._draft_started_at = 0.0
 
     @property
     def gateway_address(self) -> str:
         """Where clients connect."""
         assert self.gateway is not None, "the stack has not been started"
         return self.gateway.address
+
+    @property
+    def target(self) -> ServiceProcess | None:
+        """The first target."""
+        return self._targets[0].process
+
+    @property
+    def draft(self) -> ServiceProcess | None:
+        """The first draft."""
+        return self._drafts[0].process if self._drafts else None
+
+    @property
+    def targets(self) -> list[ServiceProcess]:
+        """The targets that were started, as they are now."""
+        return [place.process for place in self._targets if place.process is not None]
+
+    @property
+    def drafts(self) -> list[ServiceProcess]:
+        """The drafts that were started, as they are now."""
+        return [place.process for place in self._drafts if place.process is not None]
 
     def __enter__(self) -> Self:
         try:
@@ -159,51 +187,82 @@ class LocalStack:
         self.stop()
 
     def _start(self) -> None:
-        self.target = ServiceProcess("target_service", self._target_args, self._env)
-        args = list(self._gateway_args)
-        if self._draft_args is not None:
-            self.start_draft()
-            assert self.draft is not None
-            address = self.draft.wait_until_serving(self._timeout_seconds)
-            self._draft_port = int(address.rpartition(":")[2])
-            args.append(f"--draft={address}")
-        address = self.target.wait_until_serving(self._timeout_seconds)
-        self.gateway = ServiceProcess("gateway", [f"--target={address}", *args], self._env)
+        for place in (*self._targets, *self._drafts):
+            place.start()
+        addresses = {
+            flag: ",".join(p.wait_until_serving(self._timeout_seconds) for p in processes)
+            for flag, processes in (("draft", self.drafts), ("target", self.targets))
+            if processes
+        }
+        args = [f"--{flag}={told}" for flag, told in addresses.items()]
+        self.gateway = ServiceProcess("gateway", [*args, *self._gateway_args], self._env)
         self.gateway.wait_until_serving(self._timeout_seconds)
 
-    def start_draft(self) -> None:
-        """Start the draft, where it was before; returns before it serves."""
-        assert self._draft_args is not None, "this stack has no draft"
-        self._draft_started_at = time.monotonic()
-        self.draft = ServiceProcess(
-            "draft_service", [f"--port={self._draft_port}", *self._draft_args], self._env
-        )
+    def start_target(self, index: int = 0) -> ServiceProcess:
+        """Start a target that has ended, where it was; returns before it serves."""
+        return self._targets[index].start()
 
-    def kill_draft(self) -> None:
-        """End the draft without notice."""
-        assert self.draft is not None, "this stack has no draft"
-        self.draft.kill()
+    def start_draft(self, index: int = 0) -> ServiceProcess:
+        """Start a draft that has ended, where it was; returns before it serves."""
+        assert self._drafts, "this stack has no draft"
+        return self._drafts[index].start()
+
+    def kill_draft(self, index: int = 0) -> None:
+        """End a draft without notice."""
+        assert self.drafts, "this stack has no draft"
+        self.drafts[index].kill()
 
     def check(self) -> None:
-        """Restart a draft that has died; raises `StackError` if target or gateway have."""
-        for process in (self.target, self.gateway):
+        """Restart a draft that has died, or a target that is not the only one.
+
+        Raises `StackError` if the gateway has, or the only target.
+        """
+        vital = [self.gateway, *(self.targets if len(self._targets) == 1 else ())]
+        for process in vital:
             if process is not None and process.exit_code is not None:
                 raise StackError(f"the {process.name} has ended with code {process.exit_code}")
-        if self.draft is not None and self.draft.exit_code is not None:
-            if time.monotonic() - self._draft_started_at < 1.0:
-                return  # not in a frenzy
-            log.warning("the draft has ended with code %s; restarted", self.draft.exit_code)
-            self.start_draft()
+        for place in (*self._targets, *self._drafts):
+            place.revive()
 
     def stop(self) -> None:
         """Stop everything, the gateway first; an interruption makes it sudden."""
-        processes = [p for p in (self.gateway, self.draft, self.target) if p is not None]
+        gateway = [self.gateway] if self.gateway is not None else []
+        processes = [*gateway, *self.drafts, *self.targets]
         try:
             for process in processes:
                 process.stop()
         finally:
             for process in processes:
                 process.kill()
+
+
+class _Place:
+    """A service that may be started again, on the port that it had."""
+
+    def __init__(self, module: str, args: Sequence[str], env: Mapping[str, str] | None) -> None:
+        self.process: ServiceProcess | None = None
+        self._module = module
+        self._args = args
+        self._env = env
+        self._started_at = 0.0
+
+    def start(self) -> ServiceProcess:
+        port = "0"
+        if self.process is not None and self.process.address:
+            port = self.process.address.rpartition(":")[2]
+        self._started_at = time.monotonic()
+        self.process = ServiceProcess(self._module, [f"--port={port}", *self._args], self._env)
+        return self.process
+
+    def revive(self) -> None:
+        """Start it if it has ended."""
+        if self.process is None or self.process.exit_code is None:
+            return
+        if time.monotonic() - self._started_at < 1.0:
+            return  # not in a frenzy
+        code = self.process.exit_code
+        log.warning("the %s has ended with code %s; restarted", self.process.name, code)
+        self.start()
 
 
 def check_port(host: str, port: int) -> None:
@@ -232,3 +291,11 @@ def share_cores() -> tuple[str, str]:
         return "", ""
     cores = [str(core) for core in sorted(os.sched_getaffinity(0))]
     return ",".join(cores[:-1] or cores), cores[-1]
+
+
+def split_cores(cores: str, num: int) -> list[str]:
+    """A share of the cores for each of several services; all for each if there are too few."""
+    listed = cores.split(",")
+    if len(listed) < num:
+        return [cores] * num
+    return [",".join(listed[i::num]) for i in range(num)]

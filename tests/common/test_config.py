@@ -35,6 +35,18 @@ def test_a_port_out_of_range_is_refused(
             'gateway: --target: is "http://a:1", must be HOST:PORT without http://',
         ),
         (GatewayConfig, ["--draft=a"], 'gateway: --draft: is "a", must be HOST:PORT'),
+        (GatewayConfig, ["--target=a:1,b"], 'gateway: --target[1]: is "b", must be HOST:PORT'),
+        (GatewayConfig, ["--target=a:1,"], 'gateway: --target[1]: is "", must be HOST:PORT'),
+        (
+            GatewayConfig,
+            ["--draft=a:1,b:2, a:1"],
+            'gateway: --draft[2]: is "a:1", which is there already',
+        ),
+        (
+            GatewayConfig,
+            ["--failover-seconds=0"],
+            "gateway: --failover-seconds: is 0.0, must be above 0",
+        ),
         (DraftConfig, ["--model=a"], "draft: --model: needs --drafter model"),
     ],
 )
@@ -44,6 +56,12 @@ def test_what_does_not_fit_ends_with_one_line(
     with pytest.raises(SystemExit) as caught:
         parse(kind, args)
     assert caught.value.code == f"tandem {says}"
+
+
+def test_several_peers_are_told_apart() -> None:
+    config = parse(GatewayConfig, ["--target=a:1, b:2", "--draft=c:3"])
+    assert (config.targets, config.drafts) == (("a:1", "b:2"), ("c:3",))
+    assert GatewayConfig().drafts == ()
 
 
 def test_a_draft_model_with_its_drafter_is_taken() -> None:

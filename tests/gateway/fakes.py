@@ -248,6 +248,8 @@ class World:
     draft: FakeDraft
     address: str
     config: GatewayConfig
+    targets: Sequence[FakeTarget] = ()
+    drafts: Sequence[FakeDraft] = ()
 
     async def stream(self, prompt: Any = "ab", **options: Any) -> list[Any]:
         return [event async for event in self.client.stream(prompt, **options)]
@@ -262,17 +264,21 @@ async def world(
     target: FakeTarget | None = None,
     draft: FakeDraft | None = None,
     drafted: bool = False,
+    other_targets: Sequence[FakeTarget] = (),
+    other_drafts: Sequence[FakeDraft] = (),
     draft_address: str = "",
     spans: GatewaySpans | None = None,
     **settings: Any,
 ) -> AsyncIterator[World]:
-    """A gateway with a connected target; with `drafted` also a connected draft."""
+    """A gateway with connected targets; with `drafted` also with connected drafts."""
     target, draft = target or FakeTarget(), draft or FakeDraft()
-    await target.start()
+    targets, drafts = [target, *other_targets], [draft, *other_drafts]
+    for peer in (*targets, *(drafts if drafted else ())):
+        await peer.start()
     if drafted:
-        await draft.start()
-        draft_address = draft.address
-    config = GatewayConfig(target=target.address, draft=draft_address, **settings)
+        draft_address = ",".join(d.address for d in drafts)
+    target_address = ",".join(t.address for t in targets)
+    config = GatewayConfig(target=target_address, draft=draft_address, **settings)
     relay = Relay(config)
     relay.start()
     server = grpc.aio.server()
@@ -282,15 +288,15 @@ async def world(
     try:
         async with asyncio.timeout(10):
             await relay.wait_for_target()
-        if drafted:
-            await until(lambda: states(relay)[1] != "CONNECTING", "the draft's connection")
+        if drafted or other_targets:
+            await until(lambda: "CONNECTING" not in states(relay), "the peers' connections")
         async with AsyncClient(f"127.0.0.1:{port}") as client:
-            yield World(relay, client, target, draft, f"127.0.0.1:{port}", config)
+            yield World(relay, client, target, draft, f"127.0.0.1:{port}", config, targets, drafts)
     finally:
         await relay.stop()
         await server.stop(None)
-        await target.stop()
-        await draft.stop()
+        for peer in (*targets, *drafts):
+            await peer.stop()
 
 
 def in_world(test: Callable[[World], Awaitable[None]], **settings: Any) -> None:
@@ -304,7 +310,7 @@ def in_world(test: Callable[[World], Awaitable[None]], **settings: Any) -> None:
 
 
 def states(relay: Relay) -> list[str]:
-    """The names of the peers' states, target first."""
+    """The names of the peers' states, targets first."""
     return [peer.state.name for peer in relay.status()]
 
 

@@ -25,7 +25,7 @@ from common.errors import (
 from common.types import FinishReason, Rule, SamplingParams, TopLogprobs, Verdict
 from gateway.client import Client, Delta, Finished, Message, Options
 from gateway.config import GatewayConfig
-from gateway.relay import Served
+from gateway.fit import Served
 from gateway.spec import read_spec
 from tests.gateway.fakes import EOS, TARGET_MODEL, TOKENIZER, World, ending, in_world, until, world
 

@@ -84,6 +84,17 @@ CASES: list[tuple[str, RequestRecord, str, str]] = [
         "not drafted",
         "speculation.disabled",
     ),
+    (
+        "moved",
+        replace(
+            GOOD,
+            num_moves=2,
+            away_seconds=0.2,
+            timing=replace(TIMING, total_seconds=1.04, gateway_seconds=0.204),
+        ),
+        "lost, full or stopped 2 times, and another one went on; 200 ms",
+        "--failover-seconds",
+    ),
     ("draft_away", replace(GOOD, undrafted_seconds=0.42), "50% of the time", "tandem status"),
     (
         "draft_silent",

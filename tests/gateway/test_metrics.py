@@ -65,7 +65,7 @@ def test_other_endings_have_their_reason() -> None:
         assert _read(w, "requests_total") == 4
         assert _read(w, "generation_tokens_total") == 3
 
-    in_world(test)
+    in_world(test, failover_seconds=0.1)
 
 
 def test_peers_are_told_at_a_scrape() -> None:

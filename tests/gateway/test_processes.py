@@ -12,7 +12,14 @@ from typer.testing import CliRunner
 
 from common.errors import UnavailableError
 from gateway.cli import app, commands
-from gateway.cli.processes import LocalStack, ServiceProcess, StackError, check_port, share_cores
+from gateway.cli.processes import (
+    LocalStack,
+    ServiceProcess,
+    StackError,
+    check_port,
+    share_cores,
+    split_cores,
+)
 from gateway.client import AsyncClient, Client
 from tests.gateway.fakes import (
     FakeTarget,
@@ -35,7 +42,7 @@ time.sleep(60)
 """
 
 
-def test_a_second_interruption_ends_a_stack_at_once() -> None:
+def test_a_second_interruption_ends_a_stack_at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     stack = LocalStack()
     ended = []
 
@@ -46,7 +53,8 @@ def test_a_second_interruption_ends_a_stack_at_once() -> None:
         def kill(self) -> None:
             ended.append(self)
 
-    stack.gateway, stack.target = Process(), Process()  # type: ignore[assignment]
+    stack.gateway = Process()  # type: ignore[assignment]
+    monkeypatch.setattr(LocalStack, "targets", [Process()])
     with pytest.raises(KeyboardInterrupt):
         stack.stop()
     assert len(ended) == 2
@@ -88,6 +96,9 @@ def test_every_core_is_somebodys() -> None:
     target, others = share_cores()
     assert target
     assert others
+    assert split_cores("0,1,2,3,4", 2) == ["0,2,4", "1,3"]
+    assert split_cores("0", 2) == ["0", "0"]
+    assert split_cores("", 2) == ["", ""]
 
 
 def test_a_stack_stops_what_it_started_when_a_part_fails() -> None:

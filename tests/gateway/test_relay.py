@@ -18,7 +18,9 @@ from common.types import (
     Verdict,
 )
 from gateway import types
-from gateway.relay import check_fit, merge_commits
+from gateway.config import GatewayConfig
+from gateway.fit import check_fit
+from gateway.relay import merge_commits
 from gateway.types import Delta, Finished, PeerState, Started
 from tests.gateway.fakes import (
     TARGET_MODEL,
@@ -138,7 +140,7 @@ def test_requests_go_on_without_a_draft() -> None:
     async def test(w: World) -> None:
         w.target.script = [ending("hello")]
         events = await w.stream()
-        assert events[0].max_lookahead == 8  # a draft may come
+        assert events[0].max_lookahead == GatewayConfig.lookahead  # a draft may come
         assert w.text(events) == "hello"
         assert w.relay.status()[1].state is PeerState.CONNECTING
 
@@ -206,7 +208,7 @@ def test_a_lost_target_ends_its_requests_and_is_found_again() -> None:
         w.target.script = [ending("hello")]
         assert w.text(await w.stream()) == "hello"
 
-    in_world(test, drafted=True)
+    in_world(test, drafted=True, failover_seconds=0.1)
 
 
 def test_another_model_at_the_target_makes_the_draft_be_checked_again() -> None:

@@ -26,7 +26,8 @@ def trace(test: Callable[[World], Awaitable[None]], drafted: bool = False) -> Re
     recorder = Recorder("gateway")
 
     async def main() -> None:
-        async with world(drafted=drafted, spans=GatewaySpans(recorder.tracing)) as w:
+        spans = GatewaySpans(recorder.tracing)
+        async with world(drafted=drafted, spans=spans, failover_seconds=0.1) as w:
             await test(w)
 
     asyncio.run(main())
