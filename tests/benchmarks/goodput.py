@@ -32,8 +32,8 @@ from tests.integration.stacks import PROMPTS, packaged_model
 CONCURRENCY = (1, 2, 4, 8, 16, 32)
 QUALITY = {"good": 90, "mediocre": 50, "wrong": 0}
 FIXED = (1, 2, 4, 8, 16)
-NUM_TOKENS, NUM_SWITCHING = 64, 240
-SWITCH_AT, WINDOW, FOLLOWS_WITHIN = 120, 8, 20
+NUM_TOKENS, NUM_SWITCHING = 64, 500
+SWITCH_AT, WINDOW, FOLLOWS_WITHIN = 150, 8, 20
 
 
 class Stack:
@@ -85,7 +85,11 @@ def answers(
 
 
 def point(
-    gateways: dict[str, str], prompts: list[list[int]], percent: int, num_rounds: int
+    gateways: dict[str, str],
+    prompts: list[list[int]],
+    percent: int,
+    lookaheads: Sequence[int],
+    num_rounds: int,
 ) -> dict[str, list[float]]:
     """Tokens per second of each contender at one load and one quality of drafts."""
     seeds = [seed_for(percent, variant=i) for i in range(len(prompts))]
@@ -104,7 +108,7 @@ def point(
         "drafted": partial(run, "goodput"),
         "fixed 0": partial(run, "fixed", speculate=False),
     }
-    contenders |= {f"fixed {k}": partial(run, "fixed", lookahead=k) for k in FIXED}
+    contenders |= {f"fixed {k}": partial(run, "fixed", lookahead=k) for k in lookaheads}
     for contender in contenders.values():
         contender()  # warm up
     return interleave(contenders, num_rounds)
@@ -130,17 +134,17 @@ def switch_rows(
     answers(address, [prompt], [seed_for(before, after, SWITCH_AT)], **options)
     time.sleep(3.0)  # until the spans are here
     steps = sorted(
-        (s.get("tandem.committed_len") - len(prompt), s.get("tandem.num_tested"))
+        (s.get("tandem.committed_len") - len(prompt), s.get("tandem.told_lookahead"))
         for s in collector.spans
         if s.span.name == "target.verify"
     )
     first = next(i for i, (position, _) in enumerate(steps) if position >= SWITCH_AT)
-    tested = [num for _, num in steps]
-    old = statistics.mean(tested[first // 2 : first])
-    new = statistics.mean(tested[first + FOLLOWS_WITHIN :])
-    there = statistics.mean(tested[first + FOLLOWS_WITHIN - WINDOW // 2 :][:WINDOW])
+    told = [num for _, num in steps[:-1]]
+    old = statistics.mean(told[first // 2 : first])
+    new = statistics.mean(told[first + FOLLOWS_WITHIN :])
+    there = statistics.mean(told[first + FOLLOWS_WITHIN :][:WINDOW])
     share = (there - old) / (new - old)
-    what = f"switch from {before} to {after} % right: tested a step {old:.1f}, then {new:.1f}"
+    what = f"switch from {before} to {after} % right: lookahead {old:.1f}, then {new:.1f}"
     yield bounded(f"{what}; share of the way after 20 steps", share, ">=", 0.75)
 
 
@@ -159,19 +163,24 @@ def main() -> None:
         stack = Stack(cleanup, {})
         stack.start(None)
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # leave the target's core alone
-        options = {"max_tokens": NUM_SWITCHING, "speculate": False}
-        recorded = answers(stack.gateways["goodput"], prompts, [0] * len(prompts), **options)[1]
+        recorded: list[tuple[int, ...]] = []
+        for some, num in ((prompts[:1], NUM_SWITCHING), (prompts[1:], NUM_TOKENS)):
+            address = stack.gateways["goodput"]
+            seeds = [0] * len(some)
+            recorded += answers(address, some, seeds, max_tokens=num, speculate=False)[1]
         texts.write_text(json.dumps(list(zip(prompts, recorded, strict=True))))
         stack.start(texts)
-        for num in args.requests:
-            for name, percent in QUALITY.items():
-                rates = point(stack.gateways, prompts[:num], percent, args.rounds)
-                rows += rows_for(f"{num:2} requests, {name} drafts", rates)
         traced = Stack(cleanup, collector.env)
         traced.start(texts)
         for before, after in ((95, 5), (5, 95)):
             address = traced.gateways["goodput"]
             rows += switch_rows(address, collector, prompts[0], before, after)
+        for num in args.requests:
+            for name, percent in QUALITY.items():
+                fixed = FIXED if percent else FIXED[:1]
+                rates = point(stack.gateways, prompts[:num], percent, fixed, args.rounds)
+                rows += rows_for(f"{num:2} requests, {name} drafts", rates)
+                print(*rows[-3:], sep="\n", flush=True)
     report("bench-goodput", rows)
 
 
