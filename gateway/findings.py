@@ -69,9 +69,10 @@ def _draft_away(r: RequestRecord) -> Finding | None:
 def _draft_silent(r: RequestRecord) -> Finding | None:
     spent = r.speculation
     away = _noticeable(r.undrafted_seconds, r.timing.total_seconds)
-    if not r.lookahead or away or spent.undrafted_steps < max(2.0, 0.5 * spent.steps):
+    unasked = spent.undrafted_steps - r.num_paused_steps  # in these it was to speak
+    if not r.lookahead or away or unasked < max(2.0, 0.5 * spent.steps):
         return None
-    if r.num_chains >= 0.5 * spent.undrafted_steps:
+    if r.num_chains >= 0.5 * unasked:
         return None  # it spoke often enough, if in vain
     return _limit(
         "draft_silent",
@@ -84,6 +85,38 @@ def _draft_silent(r: RequestRecord) -> Finding | None:
             "undrafted_steps": spent.undrafted_steps,
         },
         "--drafter=model of the draft, or a lower --min-ngram",
+    )
+
+
+def _paused(r: RequestRecord) -> Finding | None:
+    spent, num = r.speculation, r.num_paused_steps
+    if not r.lookahead or num < max(2.0, 0.5 * spent.steps):
+        return None
+    return _limit(
+        "paused",
+        f"drafting was paused in {num} of {spent.steps} steps, where it would have cost more time"
+        " than it saves",
+        {
+            "paused_steps": num,
+            "steps": spent.steps,
+            "tested": spent.tested,
+            "accepted": spent.accepted,
+            "batch_size": r.mean_batch_size,
+        },
+        "--drafter or --model of the draft: one nearer to the target; more targets, so that fewer"
+        " requests share a step",
+    )
+
+
+def _waited(r: RequestRecord) -> Finding | None:
+    if not _noticeable(r.waited_seconds, r.timing.total_seconds):
+        return None
+    return _note(
+        "waited",
+        f"steps were held back {milliseconds(r.waited_seconds)} for draft tokens that were likely"
+        " to save more",
+        {"waited_seconds": r.waited_seconds, **_delays(r)},
+        "--cores and --model of the draft: a faster one; or place it nearer",
     )
 
 
@@ -245,8 +278,8 @@ def _discarded(r: RequestRecord) -> Finding | None:
 
 CHECKS: tuple[Callable[[RequestRecord], Finding | None], ...] = (
     _failed, _moved, _stale_malformed, _draft_away, _queue, _preempted, _wire, _gateway,
-    _draft_silent, _low_acceptance, _stale_late, _round_trip, _lookahead_short, _prefill,
-    _batch_mates, _stale_diverged, _stale_superseded, _discarded, _no_draft,
+    _draft_silent, _paused, _low_acceptance, _stale_late, _round_trip, _lookahead_short, _prefill,
+    _batch_mates, _waited, _stale_diverged, _stale_superseded, _discarded, _no_draft,
 )  # fmt: skip
 
 

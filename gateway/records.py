@@ -28,6 +28,8 @@ class Tally:
     stale: int = 0
     stale_counts: StaleCounts = NONE_STALE
     undrafted_steps: int = 0
+    paused_steps: int = 0  # after which the draft was told to pause
+    waited_seconds: float = 0.0  # that steps were held back for draft tokens
     cached: int = 0
     batch_sizes: int = 0  # summed over steps
     preemptions: int = 0
@@ -59,6 +61,8 @@ class Tally:
         self.tested += verdict.num_tested
         self.accepted += verdict.num_accepted
         self.undrafted_steps += verdict.num_tested == 0
+        self.paused_steps += verdict.lookahead == 0 and verdict.finish_reason is None
+        self.waited_seconds += verdict.timing.waited_seconds
         missing = verdict.num_accepted - len(self.accepted_per_position)
         self.accepted_per_position.extend([0] * missing)
         for position in range(verdict.num_accepted):
@@ -200,6 +204,8 @@ class RequestRecord:
     num_preemptions: int = 0
     lookahead: int = 0  # 0: no drafting
     num_chains: int = 0  # that the draft began
+    num_paused_steps: int = 0  # after which the draft was told to pause
+    waited_seconds: float = 0.0  # that steps were held back for draft tokens
     num_moves: int = 0  # from one target to another, or back to the same
     away_seconds: float = 0.0  # from a left target's last word until the next was told
     has_draft: bool = False  # whether the gateway has one configured

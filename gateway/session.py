@@ -342,6 +342,8 @@ class Session:
             away_seconds=self._clock.away_seconds,
             lookahead=request.lookahead,
             num_chains=self._watch.num_chains,
+            num_paused_steps=tally.paused_steps,
+            waited_seconds=tally.waited_seconds,
             undrafted_seconds=max(0.0, wanted_seconds - self._watch.attached_seconds(closed_at)),
             draft_turnaround_seconds=self._watch.turnaround_seconds,
         )

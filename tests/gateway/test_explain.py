@@ -102,6 +102,13 @@ CASES: list[tuple[str, RequestRecord, str, str]] = [
         "30 of 40 steps",
         "--drafter=model",
     ),
+    (
+        "paused",
+        replace(_spent(undrafted_steps=34, accepted_per_position=(3, 2)), num_paused_steps=30),
+        "30 of 40 steps",
+        "more targets",
+    ),
+    ("waited", replace(GOOD, waited_seconds=0.25), "250 ms", "faster"),
     ("low_acceptance", _spent(accepted=24, accepted_per_position=(20, 4)), "30%", "--model"),
     ("stale_late", _stale(late=60), "50% of the draft tokens were right", "nearer"),
     ("stale_diverged", _stale(diverged=90), "75%", "lower"),
