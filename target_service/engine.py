@@ -10,14 +10,12 @@ from __future__ import annotations
 import time
 from collections import deque
 
-from common.engine.adjustments import check_ids, end_ids_of
 from common.engine.block_manager import BlockManager
 from common.engine.noise import GumbelNoise, Noise
 from common.engine.paged_model import LanguageModel
 from common.errors import (
     CapacityError,
     InternalFaultError,
-    InvalidRequestError,
     TandemError,
     TimedOutError,
     sequence_error,
@@ -39,6 +37,7 @@ from common.types import (
     VerdictTiming,
 )
 from target_service.goodput import DraftPolicy, Fixed
+from target_service.opening import check_open
 from target_service.scheduler import Scheduler, SchedulerConfig, Work, shape_of
 from target_service.sequence import Sequence, cause_of
 from target_service.verify import Decision, batch_of, decide
@@ -166,7 +165,9 @@ class TargetEngine:
 
     def _open(self, event: OpenSequence) -> None:
         try:
-            self._check(event)
+            check_open(event, self._model, self._eos, self._blocks.capacity)
+            if self.scheduler.full and not event.resumed:
+                raise CapacityError("the target's queue is full", retry_after_seconds=1.0)
         except TandemError as error:
             self._refused.append(_failure(event.sequence_id, len(event.token_ids), error))
             return
@@ -175,42 +176,6 @@ class TargetEngine:
         seq.parent = self._sequences.get(event.fork_of)
         self._sequences[seq.sid] = seq
         self.scheduler.add(seq)
-
-    def _check(self, event: OpenSequence) -> None:
-        num, context_len = len(event.token_ids), self._model.context_len
-        if num == 0:
-            raise InvalidRequestError("is empty, must hold one token or more", field="input")
-        if num >= context_len:
-            raise InvalidRequestError(
-                f"has {num} tokens, must leave room for one more within the context of"
-                f" {context_len}",
-                field="input",
-            )
-        if not all(0 <= t < self._model.vocab_size for t in event.token_ids):
-            raise InvalidRequestError(
-                f"has token ids of {self._model.vocab_size} (the vocabulary) or above",
-                field="input",
-            )
-        if not 1 <= event.num_prompt <= num:
-            raise InvalidRequestError(
-                f"is {event.num_prompt}, must be 1 to {num}, the number of token ids",
-                field="num_prompt",
-            )
-        if num - event.num_prompt >= event.sampling.max_tokens:
-            raise InvalidRequestError(
-                f"is {event.sampling.max_tokens}, and as many are decided already",
-                field="sampling.max_tokens",
-            )
-        check_ids(event.sampling, end_ids_of(event.sampling, self._eos), self._model.vocab_size)
-        longest = min(event.num_prompt + event.sampling.max_tokens, context_len) - 1
-        if longest > self._blocks.capacity:
-            raise CapacityError(
-                f"prompt and max_tokens need {longest} slots of the KV cache, which has"
-                f" {self._blocks.capacity}; ask for less, or raise --num-kv-tokens",
-                field="sampling.max_tokens",
-            )
-        if self.scheduler.full and not event.resumed:
-            raise CapacityError("the target's queue is full", retry_after_seconds=1.0)
 
     def _offer(self, event: Proposal) -> None:
         if seq := self._sequences.get(event.sequence_id):

@@ -19,7 +19,8 @@ import numpy as np
 
 from common.types import FloatArray, IntArray
 from target_service.cost import Shape, StepCost
-from target_service.sequence import Acceptance, Sequence
+from target_service.estimates import Acceptance
+from target_service.sequence import Sequence
 
 PROBE_EVERY = 8  # steps of a paused sequence until one draft token is asked for
 CAUTION = 0.9  # a paused sequence's chance counts less, so that it doesn't flutter

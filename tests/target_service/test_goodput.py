@@ -12,8 +12,9 @@ from hypothesis import strategies as st
 
 from common.types import ChainId, OpenSequence, Proposal, SamplingParams
 from target_service.cost import Shape, StepCost
+from target_service.estimates import Acceptance
 from target_service.goodput import PROBE_EVERY, Fixed, Goodput, Objective
-from target_service.sequence import Acceptance, Sequence
+from target_service.sequence import Sequence
 
 MAX_LOOKAHEAD = 16
 FOLLOWS_WITHIN = 20  # steps after a switch of domain
