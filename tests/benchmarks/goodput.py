@@ -160,7 +160,7 @@ def main() -> None:
     with contextlib.ExitStack() as cleanup:
         collector = cleanup.enter_context(Collector())
         texts = Path(cleanup.enter_context(tempfile.TemporaryDirectory())) / "texts.json"
-        stack = Stack(cleanup, {})
+        stack, traced = Stack(cleanup, {}), Stack(cleanup, collector.env)
         stack.start(None)
         os.sched_setaffinity(0, {max(os.sched_getaffinity(0))})  # leave the target's core alone
         recorded: list[tuple[int, ...]] = []
@@ -170,7 +170,6 @@ def main() -> None:
             recorded += answers(address, some, seeds, max_tokens=num, speculate=False)[1]
         texts.write_text(json.dumps(list(zip(prompts, recorded, strict=True))))
         stack.start(texts)
-        traced = Stack(cleanup, collector.env)
         traced.start(texts)
         for before, after in ((95, 5), (5, 95)):
             address = traced.gateways["goodput"]
