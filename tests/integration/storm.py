@@ -11,7 +11,7 @@ import contextlib
 import math
 import random
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import AsyncIterator, Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any
 
@@ -26,7 +26,6 @@ from tests.models import VOCAB
 from tests.params import VARIANTS
 
 PHASES = ("queue", "prefill", "decode")
-ENDINGS = ("finished", *PHASES, "deadline", "hung up", "unread")
 SHARES = {
     "finished": 4,
     "queue": 3,
@@ -38,6 +37,7 @@ SHARES = {
 }
 NUM_AT_ONCE = 24
 MAX_TOKENS = 60
+STALL_SECONDS = 1.0  # what the gateway should bear of a client that does not read
 SMALL_WINDOW = [("grpc.http2.lookahead_bytes", 64), ("grpc.http2.bdp_probe", 0)]
 Prompt = list[int]
 
@@ -85,14 +85,13 @@ class Known:
 
 
 async def learn(client: AsyncClient, rng: random.Random) -> list[Known]:
-    """A request of each variant, asked one after the other."""
-    known = []
-    for variant in VARIANTS:
-        prompt, _ = drawn(rng)
-        options = _options(rng, variant)
-        answer = ids_of(await client.generate(prompt, options, speculate=False))
-        known.append(Known(prompt, options, None if options.rule == "rejection" else answer))
-    return known
+    """A request of each variant, undrafted and undisturbed."""
+    asked = [(drawn(rng)[0], _options(rng, variant)) for variant in VARIANTS]
+    answers = [client.generate(prompt, options, speculate=False) for prompt, options in asked]
+    return [
+        Known(prompt, options, None if options.rule == "rejection" else ids_of(answer))
+        for (prompt, options), answer in zip(asked, await asyncio.gather(*answers), strict=True)
+    ]
 
 
 def ids_of(answer: Generation) -> tuple[tuple[int, ...], ...]:
@@ -200,17 +199,21 @@ class Storm:
         self.ended["hung up"] += 2
 
     async def _stop_reading(self, rng: random.Random) -> None:
-        """A client that hears the first event, reads nothing more, and is cancelled for it."""
-        prompt, options = drawn(rng)
-        options = replace(options, logprobs=20, n=3, output_prefix_ids=(), ignore_eos=True)
-        options = replace(options, stop_token_ids=())
-        async with grpc.aio.insecure_channel(self.address, SMALL_WINDOW) as channel:
-            request = pb.StreamGenerateRequest(spec=spec_to_pb(prompt, options))
-            call = gateway_pb2_grpc.GatewayServiceStub(channel).StreamGenerate(request)
-            await call.read()
-            code = await call.code()
-        assert code is grpc.StatusCode.CANCELLED, code
+        async with unread(self.address, *drawn(rng)):
+            await asyncio.sleep(2 * STALL_SECONDS)
         self.ended["unread"] += 1
+
+
+@contextlib.asynccontextmanager
+async def unread(address: str, prompt: Prompt, options: Options) -> AsyncIterator[Any]:
+    """The call of a client that has heard the first event and reads nothing more."""
+    # As much to say as can be, and hardly any room for it on the way.
+    options = replace(options, logprobs=20, n=3, output_prefix_ids=(), stop_token_ids=())
+    async with grpc.aio.insecure_channel(address, SMALL_WINDOW) as channel:
+        request = pb.StreamGenerateRequest(spec=spec_to_pb(prompt, options))
+        call: Any = gateway_pb2_grpc.GatewayServiceStub(channel).StreamGenerate(request)
+        await call.read()
+        yield call
 
 
 def _phase(event: object) -> str:
