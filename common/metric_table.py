@@ -141,6 +141,11 @@ METRICS: tuple[Metric, ...] = (
         {"peer": ("target", "draft")}, at_scrape=True,
     ),
     Metric(
+        "event_loop_tasks", _G, GATEWAY,
+        "Tasks of the event loop: a few for each peer and live request.",
+        of_model=False, at_scrape=True,
+    ),
+    Metric(
         "requests_total", _C, GATEWAY,
         "Requests that have ended; refused ones were never opened at a target.",
         {"finish_reason": ENDINGS},

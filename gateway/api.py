@@ -44,6 +44,8 @@ from gateway.wire import (
 log = logging.getLogger(__name__)
 Context = grpc.aio.ServicerContext[Any, Any]
 ResponseT = TypeVar("ResponseT")
+ABANDONED_SECONDS = 0.2
+"""How long we wait until a client that reads nothing has been told so."""
 SERVICE_NAME = pb.DESCRIPTOR.services_by_name["GatewayService"].full_name
 
 add_to_server = gateway_pb2_grpc.add_GatewayServiceServicer_to_server
@@ -64,7 +66,13 @@ def _told(
             request_id = getattr(getattr(request, "spec", None), "request_id", None)
             log.exception("fault in %s", method.__name__, extra=fields(request_id=request_id))
             error = InternalFaultError("the gateway has failed, see its log")
-        await context.abort(error.code, clipped(str(error)), status_details(error))
+        # Whoever reads nothing does not read this either: it stays with gRPC, and we go on.
+        patience = ABANDONED_SECONDS if isinstance(error, AbandonedError) else None
+        try:
+            async with asyncio.timeout(patience):
+                await context.abort(error.code, clipped(str(error)), status_details(error))
+        except TimeoutError:
+            raise asyncio.CancelledError from None  # not logged, as nobody's fault but theirs
         raise AssertionError("abort raises")
 
     return answer

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from collections import Counter
 from collections.abc import Callable, Iterable, Iterator
 
@@ -65,10 +66,12 @@ class GatewayMetrics:
     ) -> None:
         """Tell at each scrape how things stand; asked for in another thread.
 
-        live: the model of each live request.
+        live: the model of each live request. Called in the event loop.
         """
+        loop = asyncio.get_running_loop()
 
         def read() -> Iterator[Reading]:
+            yield "event_loop_tasks", {}, float(len(asyncio.all_tasks(loop)))
             counts = Counter(live())
             for s in standings():
                 model = {"model": s.model}

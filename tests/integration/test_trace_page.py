@@ -106,11 +106,11 @@ def test_the_browser_shows_what_the_client_was_told(
 
 def test_a_long_request_is_windowed(traced: tuple[Store, LocalStack], tmp_path: Path) -> None:
     file = tmp_path / "page.html"
-    options = Options(temperature=0.0, max_tokens=600, ignore_eos=True, speculate=False)
+    options = Options(temperature=0.0, max_tokens=300, ignore_eos=True, speculate=False)
     answer, _ = ask(traced, file, options)
     told = opened(file).by_id("request")
-    assert told["data-tokens"] == str(answer.finished.usage.delivered) == "600"
-    assert told["data-steps"] == "600"
+    assert told["data-tokens"] == str(answer.finished.usage.delivered) == "300"
+    assert told["data-steps"] == "300"
     assert 3 < int(told["data-drawn"]) < 40
 
 
