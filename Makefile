@@ -33,11 +33,11 @@ endif
 demo: install  ## a real model answers through three processes
 	$(BIN)/tandem demo
 
-test: install check  ## what every change must pass (under 8 minutes on 2 cores)
+test: install check  ## what every change must pass (under 12 minutes on 2 cores)
 	$(BIN)/python -m pytest -n auto -m "not heavy and not processes"
 	$(BIN)/python -m pytest -m "not heavy and processes"
 
-test-all: install check  ## everything (about 20 minutes)
+test-all: install check  ## everything (about 45 minutes, 6 of them silent)
 	$(BIN)/python -m pytest -n auto -m "not processes"
 	$(BIN)/python -m pytest -m processes
 

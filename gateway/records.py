@@ -9,11 +9,13 @@ import logging
 from collections import OrderedDict
 from dataclasses import dataclass, field
 
+from common.errors import TandemError
 from common.logs import fields
 from common.types import NONE_STALE, ChainId, Rule, StaleCounts, Verdict
 from gateway.types import GenerationTiming, SpeculationFigures, Usage
 
 log = logging.getLogger(__name__)
+DEADLINE_MARGIN_SECONDS = 0.01  # a server may notice a deadline that much before we do
 
 
 @dataclass
@@ -213,6 +215,19 @@ class RequestRecord:
     draft_turnaround_seconds: float | None = None  # see DraftWatch
     draft_round_trip_seconds: float | None = None  # of the last heartbeat
     target_round_trip_seconds: float | None = None
+
+
+def cut_off(error: TandemError | None, waited: float, timeout_seconds: float | None) -> str:
+    """How a request ended that has no finish reason, one of `metric_table.ENDINGS`.
+
+    waited is how many seconds it took; without an error the client has gone, or its time was
+    over.
+    """
+    code = error.code.name if error else "CANCELLED"
+    if code == "CANCELLED" and timeout_seconds is not None:
+        late = waited >= timeout_seconds - DEADLINE_MARGIN_SECONDS
+        code = "DEADLINE_EXCEEDED" if late else code
+    return {"CANCELLED": "cancelled", "DEADLINE_EXCEEDED": "deadline"}.get(code, "error")
 
 
 class Journal:

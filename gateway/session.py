@@ -23,7 +23,7 @@ from common.types import (
 from common.types import Progress as SequenceProgress
 from gateway.metrics import GatewayMetrics
 from gateway.peer import Peer
-from gateway.records import DraftWatch, RequestRecord, Tally, TargetWatch
+from gateway.records import DraftWatch, RequestRecord, Tally, TargetWatch, cut_off
 from gateway.spans import RequestSpans
 from gateway.text import TextStream
 from gateway.types import (
@@ -36,7 +36,6 @@ from gateway.types import (
 )
 
 QueueItem = Verdict | SequenceProgress | TandemError
-DEADLINE_MARGIN_SECONDS = 0.01  # a server may notice a deadline that much before we do
 
 
 class Session:
@@ -328,7 +327,7 @@ class Session:
         return RequestRecord(
             request_id=request.request_id,
             model=request.model.name,
-            ending=self._ending(),
+            ending=told.reason.name.lower() if told else self._cut_off(),
             rule=request.sampling.rule,
             usage=told.usage if told else self._usage(),
             speculation=told.speculation if told else tally.figures(),
@@ -348,13 +347,7 @@ class Session:
             draft_turnaround_seconds=self._watch.turnaround_seconds,
         )
 
-    def _ending(self) -> str:
-        """One of `metric_table.ENDINGS`."""
-        if self.finished is not None:
-            return self.finished.reason.name.lower()
-        code = self.error.code.name if self.error else "CANCELLED"
-        timeout = self.request.timeout_seconds
-        if code == "CANCELLED" and timeout is not None:
-            late = time.monotonic() - self._arrived_at >= timeout - DEADLINE_MARGIN_SECONDS
-            code = "DEADLINE_EXCEEDED" if late else code
-        return {"CANCELLED": "cancelled", "DEADLINE_EXCEEDED": "deadline"}.get(code, "error")
+    def _cut_off(self) -> str:
+        """How a request ended that has no finish reason."""
+        waited = time.monotonic() - self._arrived_at
+        return cut_off(self.error, waited, self.request.timeout_seconds)

@@ -18,10 +18,9 @@ from common import attributes as names
 from common.errors import TandemError
 from common.telemetry import Span, Tracing
 from common.types import FinishReason, Proposal, Verdict
-from gateway.records import RequestRecord
+from gateway.records import DEADLINE_MARGIN_SECONDS, RequestRecord
 from gateway.types import GenerationRequest
 
-DEADLINE_MARGIN_SECONDS = 0.01  # a server may notice a deadline that much before we do
 _STOP_OR_LENGTH = {r.name.lower(): "stop" for r in FinishReason} | {"length": "length"}
 
 
