@@ -19,8 +19,8 @@ class Acceptance:
             self.kept_last = kept
 
     def rate(self, prior: float) -> float:
-        """The chance that the next one is kept; the prior counts as one test."""
-        return (self._num_kept + prior) / (self._num_tested + 1)
+        """The chance that the next one is kept; the prior counts as half a test."""
+        return (self._num_kept + 0.5 * prior) / (self._num_tested + 0.5)
 
 
 class Arrivals:

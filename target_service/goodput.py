@@ -90,7 +90,7 @@ class Goodput:
     def __init__(self, cost: StepCost, objective: Objective) -> None:
         self._cost = cost
         self._objective = objective
-        self._everyone = Acceptance(memory=0.97)  # what a new sequence is expected to be like
+        self._everyone = Acceptance(memory=0.95)  # what a new sequence is expected to be like
 
     def runs(self, seqs: Many[Sequence], shape: Shape) -> IntArray:
         """See `DraftPolicy`."""

@@ -33,7 +33,7 @@ CONCURRENCY = (1, 2, 4, 8, 16, 32)
 QUALITY = {"good": 90, "mediocre": 50, "wrong": 0}
 FIXED = (1, 2, 4, 8, 16)
 NUM_TOKENS, NUM_SWITCHING = 64, 500
-SWITCH_AT, WINDOW, FOLLOWS_WITHIN = 150, 8, 20
+SWITCH_AT, WINDOW, FOLLOWS_WITHIN, SETTLED = 150, 8, 20, 60
 
 
 class Stack:
@@ -141,7 +141,8 @@ def switch_rows(
     first = next(i for i, (position, _) in enumerate(steps) if position >= SWITCH_AT)
     told = [num for _, num in steps[:-1]]
     old = statistics.mean(told[first // 2 : first])
-    new = statistics.mean(told[first + FOLLOWS_WITHIN :])
+    # Later on what a row is thought to cost may change, and the lookahead with it.
+    new = statistics.mean(told[first + FOLLOWS_WITHIN :][:SETTLED])
     there = statistics.mean(told[first + FOLLOWS_WITHIN :][:WINDOW])
     share = (there - old) / (new - old)
     what = f"switch from {before} to {after} % right: lookahead {old:.1f}, then {new:.1f}"

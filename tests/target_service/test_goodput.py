@@ -206,11 +206,11 @@ def test_acceptance_forgets() -> None:
     acceptance = Acceptance(memory=0.5)
     assert acceptance.rate(0.3) == 0.3
     acceptance.learn(3, 2)
-    assert acceptance.rate(0.5) == pytest.approx((0.75 + 0.5) / (1.75 + 1))
+    assert acceptance.rate(0.5) == pytest.approx((0.75 + 0.25) / (1.75 + 0.5))
     assert not acceptance.kept_last
     for _ in range(30):
         acceptance.learn(1, 1)
-    assert acceptance.rate(0.0) == pytest.approx(2 / 3, abs=1e-6)
+    assert acceptance.rate(0.0) == pytest.approx(0.8, abs=1e-6)
 
 
 def test_cost_follows_the_machine() -> None:
