@@ -193,7 +193,7 @@ class TargetEngine:
         """End what nobody waits for any more."""
         for seq in [s for s in self._sequences.values() if s.deadline <= now]:
             error = TimedOutError("the caller's time is over")
-            self._refused.append(_failure(seq.sid, len(seq.tokens), error))
+            self._refused.append(_failure(seq.sid, len(seq.tokens), error, seq.abandon()))
             del self._sequences[seq.sid]
             self.scheduler.remove(seq)
 

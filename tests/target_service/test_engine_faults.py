@@ -221,8 +221,10 @@ def test_time_may_run_out_in_mid_text() -> None:
     house = House()
     house.submit(open_sequence(1, timeout_seconds=0.03), open_sequence(2))
     house.step()
+    house.submit(piece(1, 4, 5, 6))
     time.sleep(0.04)
     house.finish()
+    assert house.last[1].stale.finished == house.last[1].num_stale == 2
     error = house.last[1].error
     assert error is not None
     assert error.reason == "TIMED_OUT"
