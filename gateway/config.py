@@ -14,8 +14,12 @@ class GatewayConfig(ServiceConfig):
 
     name: str = field(default="gateway", init=False)
     port: int = flag(7070, "port to listen on; 0 takes a free one, printed at start")
-    target: str = flag("127.0.0.1:7071", "addresses of the targets, separated by commas")
-    draft: str = flag("", "addresses of the drafts, separated by commas; empty: no drafting")
+    target: str = flag(
+        "127.0.0.1:7071", "addresses of the targets, separated by commas", listed=True
+    )
+    draft: str = flag(
+        "", "addresses of the drafts, separated by commas; empty: no drafting", listed=True
+    )
     lookahead: int = flag(16, "how many uncommitted tokens a draft may be ahead; 0: no drafting")
     max_live_requests: int = flag(256, "requests served at a time; more are refused")
     default_max_tokens: int = flag(256, "output tokens of a request that does not say")

@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from common import tokenizer
 from common.config import ModelConfig
+from common.engine import hub
 from common.engine.attention import CacheSpec, KVShape
 from common.engine.attention.reference import ReferenceAttention
 from common.engine.native import NativeModel, UnsupportedError
@@ -181,20 +182,7 @@ def resolve(config: ModelConfig) -> tuple[Path, str]:
         return _dequantised(path, config), path.stem
     if wanted.startswith((".", "/", "~")):
         raise ConfigurationError(f"there is no folder {wanted}", field="--model")
-    return _from_hub(wanted), wanted.rsplit("/", 1)[-1]
-
-
-def _from_hub(repo: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model"]
-    try:
-        return Path(snapshot_download(repo, allow_patterns=patterns))
-    except Exception as error:  # the library raises whatever its transport raises
-        raise ConfigurationError(
-            f"{repo} is no folder here and could not be had from the hub ({error})",
-            field="--model",
-        ) from error
+    return hub.download(wanted, config.hub_token_file), wanted.rsplit("/", 1)[-1]
 
 
 def _dequantised(gguf: Path, config: ModelConfig) -> Path:
