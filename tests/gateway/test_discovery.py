@@ -205,7 +205,9 @@ def test_a_lookup_that_fails_by_our_fault_is_not_the_last(
 
 def test_what_name_servers_say() -> None:
     both = ["10.0.0.1", "10.0.0.2", "2001:db8::1"]
-    with NameServer({"large": both, "four": both[:2], "none": [], "in.svc.test": both}) as server:
+    many = [f"10.0.1.{i}" for i in range(100)]
+    hosts = {"large": both, "four": both[:2], "none": [], "in.svc.test": both, "many": many}
+    with NameServer(hosts) as server:
         resolver = Resolver(server.address, lookup_seconds=0.4)
 
         def ask(name: str) -> dict[str, Answer]:
@@ -216,6 +218,7 @@ def test_what_name_servers_say() -> None:
             "AAAA": Answer("AAAA", frozenset(both[2:])),
         }
         assert ask("four") == {"A": found(*both[:2]), "AAAA": Answer("AAAA")}
+        assert ask("many")["A"] == found(*many)  # over TCP
         empty = {"A": Answer("A"), "AAAA": Answer("AAAA")}
         assert ask("none") == empty
         assert ask("no.such.name") == empty
