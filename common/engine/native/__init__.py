@@ -16,6 +16,7 @@ from torch import Tensor
 
 from common.engine.batch import RaggedBatch
 from common.engine.native.build import library
+from common.engine.native.pages import HugePages
 
 TILE, DEPTH = 16, 32  # as in kernels.cpp
 MAX_HEAD_DIM = 256
@@ -97,6 +98,7 @@ class NativeModel:
         config = model.config
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.context_len = int(config.max_position_embeddings)
+        self._memory = HugePages()
         self._kept: list[Tensor] = []  # what the C++ side points to
         self._pools: list[Tensor] = []  # of those keys and values, by block
         _check(model, block_size)
@@ -164,14 +166,13 @@ class NativeModel:
 
     def _pool(self, num_blocks: int, size: int) -> int | None:
         """Keys or values of one layer, a block's in one piece: sixteen slots of each KV head."""
-        pool = torch.zeros(num_blocks, size, dtype=torch.bfloat16)
-        self._pools.append(pool)
-        return self._keep(pool)
+        self._pools.append(self._memory.zeros(num_blocks, size, dtype=torch.bfloat16))
+        return self._pools[-1].data_ptr()
 
     def _keep(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
             return None
-        self._kept.append(tensor.detach().contiguous())
+        self._kept.append(self._memory.copy(tensor.detach()))
         return self._kept[-1].data_ptr()
 
     def _layer(self, layer: Any, window: int, num_blocks: int, block_len: int) -> Any:
