@@ -6,7 +6,8 @@
 // of CHUNK positions, counted from position 0, and merges them in order.
 //
 // Layouts. A weight [N, K] is packed into tiles of 16 n by 32 k, [N/16][K/32][k/2][n][2]: what
-// AMX wants as its second operand, and AVX512-BF16 as well. Sixteen keys of one KV head are
+// AMX wants as its second operand, and AVX512-BF16 as well; quantised ones are widened to that on
+// their way (see quantization.py). Sixteen keys of one KV head are
 // packed just so, [D/32][d/2][slot][2], and their values as [D/16][slot/2][d][2]: the weights of
 // positions are then the first operand. D is padded to 32.
 #include <immintrin.h>
@@ -25,6 +26,7 @@
 #include <vector>
 
 using bf16 = uint16_t;
+using byte = uint8_t;
 
 namespace {
 
@@ -33,9 +35,11 @@ constexpr int DEPTH = 32;        // k of one tile
 constexpr int TILE_SIZE = TILE * DEPTH;
 constexpr int CHUNK = 256;       // positions of one partial sum of attention
 constexpr int MAX_HEAD_DIM = 256;
+enum Format { BF16, INT8, INT4 };  // of weights; bytes of a tile:
+constexpr int64_t TILE_BYTES[] = {2 * TILE_SIZE, TILE_SIZE + 2 * TILE, TILE_SIZE / 2 + 4 * TILE};
 
 struct Layer {
-  const bf16 *qkv, *out, *gate_up, *down;  // packed; gate and up take turns tile by tile
+  const byte *qkv, *out, *gate_up, *down;  // packed; gate and up take turns tile by tile
   const float *input_norm, *post_norm;
   const float *qkv_bias;         // null: none
   const float *q_norm, *k_norm;  // null: none
@@ -45,13 +49,19 @@ struct Layer {
 
 struct Config {
   int64_t num_layers, hidden, num_heads, num_kv_heads, head_dim, intermediate, vocab;
-  int64_t block_size, num_threads, use_amx;
+  int64_t block_size, num_threads, use_amx, batch_dependent;
+  int64_t format, head_format;   // of the layers' weights and of lm_head
   float epsilon, scale;
   const bf16 *embedding;         // [vocab, hidden]
-  const bf16 *lm_head;           // packed
+  const byte *lm_head;           // packed
   const float *final_norm;
   const float *cosines, *sines;  // [context, head_dim / 2]
 };
+
+// One row is a little faster without; but then its bits are not those that it has in a batch.
+inline bool uses_amx(const Config &c, int64_t num_rows) {
+  return c.use_amx && !(c.batch_dependent && num_rows == 1);
+}
 
 struct Batch {
   int64_t num_rows, num_sequences, table_width, num_logits;
@@ -251,22 +261,69 @@ void tiles_avx512(const Rows &x, int64_t num_rows, const bf16 *w, int64_t w_stri
   });
 }
 
+// 16 scales or minima, in float16, as two vectors of 8 numbers that stand twice.
+inline void twice(const byte *p, __m512 both[2]) {
+  const __m512 x = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+  const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  both[0] = _mm512_permutexvar_ps(low, x);
+  both[1] = _mm512_permutexvar_ps(_mm512_add_epi32(low, _mm512_set1_epi32(8)), x);
+}
+
+// Quantised tiles to bfloat16 ones: q * scale, or q * scale + minimum.
+void widen_tiles(const byte *from, int format, int64_t num_tiles, bf16 *to) {
+  __m512 scale[2], minimum[2];
+  const __m512i counts = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  const __m512 numbers = _mm512_cvtepi32_ps(counts);
+  for (int64_t t = 0; t < num_tiles; ++t, from += TILE_BYTES[format]) {
+    for (int i = 0; i < TILE_BYTES[format]; i += 64)
+      _mm_prefetch(reinterpret_cast<const char *>(from + 4 * TILE_BYTES[format] + i), _MM_HINT_T0);
+    const byte *q = from + (format == INT8 ? 2 : 4) * TILE;
+    twice(from, scale);
+    if (format == INT4) twice(from + 2 * TILE, minimum);
+    for (int pair = 0; pair < TILE; ++pair, to += 2 * TILE) {
+      __m512 low, high;
+      if (format == INT8) {
+        const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(q + pair * 32));
+        low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
+        high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
+        low = _mm512_mul_ps(low, scale[0]), high = _mm512_mul_ps(high, scale[1]);
+      } else {
+        const __m512i bytes = _mm512_cvtepu8_epi32(
+            _mm_loadu_si128(reinterpret_cast<const __m128i *>(q + pair * 16)));
+        low = _mm512_permutexvar_ps(bytes, numbers);  // heeds four bits only
+        high = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), numbers);
+        low = _mm512_fmadd_ps(low, scale[0], minimum[0]);
+        high = _mm512_fmadd_ps(high, scale[1], minimum[1]);
+      }
+      _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+    }
+  }
+}
+
 // For each pair of column blocks in the share and each 32 rows of X, tiled and padded to a multiple
 // of 32 rows with whatever: use(row, block, its 16 sums, those of the next block or null).
 template <typename Use>
-void product(const Config &config, const std::vector<bf16> &x, int64_t num_rows, int64_t depth_k,
-             const bf16 *w, Share blocks, Use use) {
+void product(bool use_amx, std::vector<bf16> &widened, const std::vector<bf16> &x,
+             int64_t num_rows, int64_t depth_k, const byte *w, int format, Share blocks, Use use) {
   alignas(64) float c[2][2][TILE * TILE];
   const int64_t depth = depth_k / DEPTH, w_stride = depth * TILE_SIZE;
   for (int64_t b = blocks.begin; b < blocks.end; b += 2) {
     const int columns = std::min<int64_t>(2, blocks.end - b);
+    const byte *packed = w + b * depth * TILE_BYTES[format];
+    const bf16 *block = reinterpret_cast<const bf16 *>(packed);
+    if (format != BF16) {
+      widened.resize(2 * w_stride);
+      widen_tiles(packed, format, columns * depth, widened.data());
+      std::atomic_signal_fence(std::memory_order_seq_cst);  // as in Barrier
+      block = widened.data();
+    }
     for (int64_t row = 0; row < num_rows; row += 2 * TILE) {
       const int64_t rows = std::min<int64_t>(2 * TILE, num_rows - row);
       Rows from = tiled(x, depth_k);
       from.x += row * depth_k;
-      const bf16 *block = w + b * w_stride;
-      if (config.use_amx)
-        tiles_amx(from, rows > TILE ? 2 : 1, block, w_stride, columns, depth, row == 0, c);
+      if (use_amx)
+        tiles_amx(from, rows > TILE ? 2 : 1, block, w_stride, columns, depth,
+                  row == 0 && format == BF16, c);
       else
         tiles_avx512(from, rows, block, w_stride, columns, depth, c);
       for (int64_t r = 0; r < rows; ++r) {
@@ -379,7 +436,8 @@ class ChunkAttention {
   ChunkAttention(const Config &c, const Layer &layer, const Batch &batch, const Unit &unit,
                  const bf16 *queries)
       : c_(c), layer_(layer), batch_(batch), unit_(unit), queries_(queries), dim_(padded_dim(c)),
-        groups_(c.num_heads / c.num_kv_heads), num_(unit.num_rows * groups_) {}
+        groups_(c.num_heads / c.num_kv_heads), num_(unit.num_rows * groups_),
+        amx_(uses_amx(c, batch.num_rows)) {}
 
   void run(int64_t chunk, Partials out) {
     begin_ = chunk * CHUNK;
@@ -407,7 +465,7 @@ class ChunkAttention {
     for (int64_t p = start_; p < end_; p += TILE) {
       const bf16 *keys = layer_.keys + at_[(p - begin_) / TILE];
       float *to = scores_[0] + p - begin_;
-      if (c_.use_amx) {
+      if (amx_) {
         _tile_zero(0);
         for (int64_t k = 0; k < dim_ / DEPTH; ++k) {
           _tile_loadd(4, queries_ + k * DEPTH, dim_ * 2);
@@ -453,7 +511,7 @@ class ChunkAttention {
   }
 
   void weigh(Partials out) {
-    if (c_.use_amx) {
+    if (amx_) {
       std::atomic_signal_fence(std::memory_order_seq_cst);  // as in Barrier
       static const TileConfig kHalf(TILE / 2);
       _tile_loadconfig(&kHalf);
@@ -493,6 +551,7 @@ class ChunkAttention {
   const Unit &unit_;
   const bf16 *queries_;
   const int64_t dim_, groups_, num_;
+  const bool amx_;
   int64_t begin_ = 0, start_ = 0, end_ = 0;
   int64_t at_[CHUNK / TILE];  // of sixteen slots of the KV head, in both pools
   alignas(64) float scores_[TILE][CHUNK];
@@ -543,7 +602,8 @@ class Step {
  public:
   Step(Model &model, const Batch &batch, Barrier &barrier, int thread)
       : c_(model.config), b_(model.buffers), batch_(batch), barrier_(barrier), thread_(thread),
-        dim_(padded_dim(c_)), width_((c_.num_heads + 2 * c_.num_kv_heads) * c_.head_dim) {}
+        dim_(padded_dim(c_)), width_((c_.num_heads + 2 * c_.num_kv_heads) * c_.head_dim),
+        amx_(uses_amx(c_, batch.num_rows)) {}
 
   void run(const std::vector<Layer> &layers) {
     embed();
@@ -571,6 +631,14 @@ class Step {
     return pairs;
   }
 
+  // X times a layer's weights, or those of lm_head; this thread's share of the columns.
+  template <typename Use>
+  void multiply(const std::vector<bf16> &x, int64_t num_rows, int64_t depth, const byte *w,
+                int64_t columns, Use use) {
+    const int format = w == c_.lm_head ? c_.head_format : c_.format;
+    product(amx_, widened_, x, num_rows, depth, w, format, blocks(columns), use);
+  }
+
   int64_t take() { return b_.next.fetch_add(1, std::memory_order_relaxed); }
 
   void embed() {
@@ -590,14 +658,13 @@ class Step {
   }
 
   void project(const Layer &layer) {
-    product(c_, b_.normed, batch_.num_rows, c_.hidden, layer.qkv, blocks(width_),
-            one_by_one([&](int64_t row, int64_t block, __m512 sums) {
-              const __mmask16 inside = lanes(width_ - block * TILE);
-              if (layer.qkv_bias)
-                sums = _mm512_add_ps(
-                    sums, _mm512_maskz_loadu_ps(inside, layer.qkv_bias + block * TILE));
-              _mm512_mask_storeu_ps(&b_.wide[row * width_ + block * TILE], inside, sums);
-            }));
+    auto keep = [&](int64_t row, int64_t block, __m512 sums) {
+      const __mmask16 inside = lanes(width_ - block * TILE);
+      if (layer.qkv_bias)
+        sums = _mm512_add_ps(sums, _mm512_maskz_loadu_ps(inside, layer.qkv_bias + block * TILE));
+      _mm512_mask_storeu_ps(&b_.wide[row * width_ + block * TILE], inside, sums);
+    };
+    multiply(b_.normed, batch_.num_rows, c_.hidden, layer.qkv, width_, one_by_one(keep));
     barrier_.wait();
   }
 
@@ -696,21 +763,21 @@ class Step {
     for (int64_t i = 0; i < n; ++i) b_.attended[in_tiles(row, column + i, width)] = rounded[i];
   }
 
-  void add_product(const std::vector<bf16> &x, int64_t depth, const bf16 *w) {
-    product(c_, x, batch_.num_rows, depth, w, blocks(c_.hidden),
-            one_by_one([&](int64_t row, int64_t block, __m512 sums) {
-              float *to = &b_.x[row * c_.hidden + block * TILE];
-              _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), sums));
-            }));
+  void add_product(const std::vector<bf16> &x, int64_t depth, const byte *w) {
+    auto add = [&](int64_t row, int64_t block, __m512 sums) {
+      float *to = &b_.x[row * c_.hidden + block * TILE];
+      _mm512_storeu_ps(to, _mm512_add_ps(_mm512_loadu_ps(to), sums));
+    };
+    multiply(x, batch_.num_rows, depth, w, c_.hidden, one_by_one(add));
     barrier_.wait();
   }
 
   void gate(const Layer &layer) {
-    product(c_, b_.normed, batch_.num_rows, c_.hidden, layer.gate_up, blocks(2 * c_.intermediate),
-            [&](int64_t row, int64_t block, const float *gates, const float *ups) {
-              const __m512 y = _mm512_mul_ps(_mm512_load_ps(ups), silu(_mm512_load_ps(gates)));
-              store_bf16(&b_.gated[in_tiles(row, block / 2 * TILE, c_.intermediate)], y);
-            });
+    auto keep = [&](int64_t row, int64_t block, const float *gates, const float *ups) {
+      const __m512 y = _mm512_mul_ps(_mm512_load_ps(ups), silu(_mm512_load_ps(gates)));
+      store_bf16(&b_.gated[in_tiles(row, block / 2 * TILE, c_.intermediate)], y);
+    };
+    multiply(b_.normed, batch_.num_rows, c_.hidden, layer.gate_up, 2 * c_.intermediate, keep);
     barrier_.wait();
   }
 
@@ -720,11 +787,11 @@ class Step {
       rms_norm(&b_.x[batch_.logit_rows[r] * c_.hidden], c_.final_norm, c_.hidden, c_.epsilon,
                &b_.normed[in_tiles(r, 0, c_.hidden)]);
     barrier_.wait();
-    product(c_, b_.normed, batch_.num_logits, c_.hidden, c_.lm_head, blocks(c_.vocab),
-            one_by_one([&](int64_t row, int64_t block, __m512 sums) {
-              _mm512_mask_storeu_ps(batch_.logits + row * c_.vocab + block * TILE,
-                                    lanes(c_.vocab - block * TILE), sums);
-            }));
+    auto keep = [&](int64_t row, int64_t block, __m512 sums) {
+      float *to = batch_.logits + row * c_.vocab + block * TILE;
+      _mm512_mask_storeu_ps(to, lanes(c_.vocab - block * TILE), sums);
+    };
+    multiply(b_.normed, batch_.num_logits, c_.hidden, c_.lm_head, c_.vocab, one_by_one(keep));
     barrier_.wait();
   }
 
@@ -734,6 +801,8 @@ class Step {
   Barrier &barrier_;
   const int thread_;
   const int64_t dim_, width_;
+  const bool amx_;
+  std::vector<bf16> widened_;
 };
 
 void make_room(const Config &c, int64_t num_rows, Buffers &b) {
@@ -812,13 +881,14 @@ void tandem_forward(void *handle, const Batch *batch) {
   Model &model = *static_cast<Model *>(handle);
   make_room(model.config, batch->num_rows, model.buffers);
   make_units(model.config, *batch, model.buffers);
+  const bool amx = uses_amx(model.config, batch->num_rows);
   Barrier barrier(model.config.num_threads);
 #pragma omp parallel num_threads(model.config.num_threads)
   {
     TileConfig tiles;
-    if (model.config.use_amx) _tile_loadconfig(&tiles);
+    if (amx) _tile_loadconfig(&tiles);
     Step(model, *batch, barrier, omp_get_thread_num()).run(model.layers);
-    if (model.config.use_amx) _tile_release();
+    if (amx) _tile_release();
   }
 }
 }
