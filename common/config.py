@@ -78,6 +78,16 @@ class ModelConfig:
         " auto: native where model and machine allow",
         choices=("auto", "native", "torch"),
     )
+    quantization: str = flag(
+        "none",
+        "weights in few bits, in the native step: int8, or int4 (the output head stays int8)",
+        choices=("none", "int8", "int4"),
+    )
+    allow_batch_dependent: bool = flag(
+        False,
+        "take the faster kernel for a row that is alone; with drafts, texts may then differ by"
+        " rounding",
+    )
     device: str = flag("cpu", "where the model runs, as torch names devices")
     threads: int = flag(0, "threads for torch; 0: one for each of the process's cores")
     num_kv_tokens: int = flag(0, "size of the KV cache in tokens; 0: four whole contexts")
