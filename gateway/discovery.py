@@ -13,8 +13,9 @@ import re
 from collections.abc import Awaitable, Callable, Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
-from common.config import MAX_PORT, check_address
+from common.config import check_address
 from common.errors import ConfigurationError
+from common.settings import MAX_PORT
 
 log = logging.getLogger(__name__)
 PREFIX = "dns:"

@@ -40,6 +40,8 @@ def _other_than(setting: Setting, kind: type[ServiceConfig]) -> Any:
     """A value that the setting may have, and has not by default."""
     if setting.name in ADDRESSES and kind is GatewayConfig:
         return "a:1,b:2"
+    if setting.name == "nameserver":
+        return "10.0.0.2:53"
     if choices := setting.options.get("choices"):
         return next(c for c in reversed(choices) if c != setting.default)
     if setting.kind is bool:
