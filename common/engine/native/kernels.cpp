@@ -863,21 +863,59 @@ inline uint64_t noise_bits(uint64_t stream, uint64_t index) {
 
 inline double gumbel(uint64_t bits) { return -std::log(-std::log((bits + 0.5) * 0x1p-52)); }
 
+// The first of the largest numbers, or the first NaN.
+int64_t largest(const float *x, int64_t n) {
+  __m512 top = _mm512_set1_ps(-INFINITY);
+  for (int64_t i = 0; i < n; i += 16) {
+    const __m512 w = _mm512_mask_loadu_ps(top, lanes(n - i), x + i);
+    if (__mmask16 nan = _mm512_cmp_ps_mask(w, w, _CMP_UNORD_Q)) return i + __builtin_ctz(nan);
+    top = _mm512_max_ps(top, w);
+  }
+  return std::find(x, x + n, _mm512_reduce_max_ps(top)) - x;
+}
+
+// (1 - u) * kSlack of the next eight numbers of a stream that begins at z.
+inline __m256 gaps(__m512i z) {
+  z = _mm512_xor_si512(z, _mm512_srli_epi64(z, 30));
+  z = _mm512_mullo_epi64(z, _mm512_set1_epi64(0xBF58476D1CE4E5B9));
+  z = _mm512_xor_si512(z, _mm512_srli_epi64(z, 27));
+  z = _mm512_mullo_epi64(z, _mm512_set1_epi64(0x94D049BB133111EB));
+  z = _mm512_srli_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 31)), 12);
+  // As the fraction of a number in [1, 2).
+  const __m512d u = _mm512_castsi512_pd(_mm512_or_si512(z, _mm512_set1_epi64(0x3ffll << 52)));
+  constexpr double kSlack = 1.0 - 1e-4;  // far more than float32's rounding
+  return _mm512_cvtpd_ps(_mm512_mul_pd(_mm512_sub_pd(_mm512_set1_pd(2.0), u), _mm512_set1_pd(kSlack)));
+}
+
+// At least exp(x), and 6 % more at most: 2^n * (1 + f) >= 2^(n + f).
+inline __m512 exp_above(__m512 x) {
+  const __m512 y = _mm512_max_ps(_mm512_mul_ps(x, _mm512_set1_ps(1.44269510f)), _mm512_set1_ps(-120));
+  const __m512 n = _mm512_roundscale_ps(y, _MM_FROUND_TO_NEG_INF);
+  const __m512 one = _mm512_set1_ps(1.0f);
+  return _mm512_scalef_ps(_mm512_add_ps(one, _mm512_sub_ps(y, n)), n);
+}
+
 // argmax_v(log_w[v] + G_v), with logarithms of the noise only where it can win: from
 // -log u >= 1 - u follows G <= -log(1 - u), so v can't beat a score s if exp(log_w - s) < 1 - u.
+// Like other argmaxes it takes the first NaN if there is one.
 int64_t choose(uint64_t stream, const float *log_w, int64_t n) {
-  int64_t best = std::max_element(log_w, log_w + n) - log_w;
+  int64_t best = largest(log_w, n);
+  if (std::isnan(log_w[best])) return best;
   double score = log_w[best] + gumbel(noise_bits(stream, best));
-  constexpr float kSlack = 1.0f - 1e-4f;  // far more than float32's rounding
-  alignas(64) float gap[16], weight[16];
+  constexpr uint64_t kGamma = 0x9E3779B97F4A7C15;
+  alignas(64) uint64_t first[8];
+  for (int j = 0; j < 8; ++j) first[j] = stream + (j + 1) * kGamma;
+  __m512i z = _mm512_load_si512(first);
+  const __m512i eight = _mm512_set1_epi64(8 * kGamma);
   for (int64_t i = 0; i < n; i += 16) {
-    const int64_t m = std::min<int64_t>(16, n - i);
-    for (int64_t j = 0; j < 16; ++j)  // 1 - u, vectorised by the compiler
-      gap[j] = static_cast<float>(0x1p52 - noise_bits(stream, i + j)) * 0x1p-52f * kSlack;
-    const __m512 w = _mm512_maskz_loadu_ps((1u << m) - 1, log_w + i);
-    _mm512_store_ps(weight, exp512(_mm512_sub_ps(w, _mm512_set1_ps(static_cast<float>(score)))));
-    unsigned may_win = _mm512_cmp_ps_mask(_mm512_load_ps(weight), _mm512_load_ps(gap), _CMP_GE_OQ);
-    for (may_win &= (1u << m) - 1; may_win; may_win &= may_win - 1) {
+    const __m256 low = gaps(z);
+    z = _mm512_add_epi64(z, eight);
+    const __m512 gap = _mm512_insertf32x8(_mm512_castps256_ps512(low), gaps(z), 1);
+    z = _mm512_add_epi64(z, eight);
+    const __m512 w = _mm512_maskz_loadu_ps(lanes(n - i), log_w + i);
+    const __m512 above = exp_above(_mm512_sub_ps(w, _mm512_set1_ps(static_cast<float>(score))));
+    unsigned may_win = _mm512_mask_cmp_ps_mask(lanes(n - i), above, gap, _CMP_GE_OQ);
+    for (; may_win; may_win &= may_win - 1) {
       const int64_t v = i + __builtin_ctz(may_win);
       const double mine = log_w[v] + gumbel(noise_bits(stream, v));
       if (mine > score || (mine == score && v < best)) score = mine, best = v;
@@ -890,10 +928,12 @@ int64_t choose(uint64_t stream, const float *log_w, int64_t n) {
 
 extern "C" {
 
-// choose() for each of num_rows rows of log_w [num_rows, n].
+// choose() for each of num_rows rows of log_w [num_rows, n]; largest() without streams.
 void tandem_choose(const int64_t *streams, const float *log_w, int64_t num_rows, int64_t n,
-                   int64_t *chosen) {
-  for (int64_t r = 0; r < num_rows; ++r) chosen[r] = choose(streams[r], log_w + r * n, n);
+                   int64_t num_threads, int64_t *chosen) {
+#pragma omp parallel for num_threads(std::min(num_threads, num_rows))
+  for (int64_t r = 0; r < num_rows; ++r)
+    chosen[r] = streams ? choose(streams[r], log_w + r * n, n) : largest(log_w + r * n, n);
 }
 
 // Whether the kernel lets this process use AMX; asks for it.

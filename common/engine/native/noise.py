@@ -16,7 +16,7 @@ class NativeNoise(GumbelNoise):
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._choose = library.tandem_choose
-        self._choose.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 2 + [ctypes.c_void_p]
+        self._choose.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_void_p]
 
     def choose(self, keys: NoiseKeys, domain: Domain, log_w: Tensor) -> Tensor:
         """See `Noise`."""
@@ -24,7 +24,8 @@ class NativeNoise(GumbelNoise):
             return super().choose(keys, domain, log_w)
         weights, streams = log_w.contiguous(), stream_keys(keys, domain)
         chosen = torch.empty(len(streams), dtype=torch.int64)
-        self._choose(streams.data_ptr(), weights.data_ptr(), *weights.shape, chosen.data_ptr())
+        numbers = (*weights.shape, torch.get_num_threads())
+        self._choose(streams.data_ptr(), weights.data_ptr(), *numbers, chosen.data_ptr())
         return chosen
 
 
