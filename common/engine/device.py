@@ -82,10 +82,11 @@ def num_kv_blocks(
         num_blocks = -(-num_tokens // config.block_size)
     else:
         free, total = memory(spec.device)
-        spare = free - int(total * (1 - config.gpu_memory_utilization))
+        spare = free - round(total * (1 - config.gpu_memory_utilization))
         num_blocks = max(0, spare) // spec.bytes_per_block - 1  # one is padding's
         num_tokens, field = max(0, num_blocks) * config.block_size, "--gpu-memory-utilization"
     if num_blocks * config.block_size < NUM_TOKENS:
-        what = f"is {num_tokens}" if field == "--num-kv-tokens" else f"leaves {num_tokens} tokens"
-        raise ConfigurationError(f"{what}, must be {NUM_TOKENS} or more", field=field)
+        asked = field == "--num-kv-tokens"
+        told = f"is {num_tokens}" if asked else f"leaves {num_tokens} tokens of KV cache"
+        raise ConfigurationError(f"{told}, must be {NUM_TOKENS} or more", field=field)
     return num_blocks
