@@ -161,6 +161,23 @@ def test_padding_writes_into_the_scratch_block_alone() -> None:
         assert int(written.sum()) == 4
 
 
+def test_a_pass_leaves_nothing_of_the_one_before() -> None:
+    """What the kernel is told of padding: one token each, then no rows, in the scratch block."""
+    model = _graphed()
+    pair = Pair(model)
+    pair.feed(dict.fromkeys(range(8), (40, 1)))
+    pair.feed(dict.fromkeys(range(7), (1, 1)))
+    pair.feed(dict.fromkeys(range(5), (1, 1)))
+    pair.feed({sid: (1 + sid, 1 + sid) for sid in (0, 1, 2)})
+    single, run = (model._graphs[8, kind]._parts for kind in (True, False))
+    assert single["query_start"].tolist() == list(range(9))
+    assert run["query_start"].tolist() == [0, 1, 3, 6, 7, 8, 8, 8, 8]
+    for parts, num in ((single, 5), (run, 3)):
+        assert parts["context_len"][num:].tolist() == [1] * (8 - num)
+        assert (parts["block_table"][num:] == NUM_BLOCKS).all()
+        assert (parts["block_table"][:num, 0] < NUM_BLOCKS).all()
+
+
 def test_drafting_does_not_change_the_answer() -> None:
     """Both services' engines over graphs; a draft that is mostly right, one that is not."""
 
