@@ -128,7 +128,7 @@ def build(model: Any, config: ModelConfig) -> tuple[PagedModel | NativeModel | G
     vocab_size = int(expected.shape[-1])
     attention = _attention(spec, calls)
     paged = PagedModel(model, attention, vocab_size, context_len)
-    _check(paged, expected, config.block_size, "--model")
+    _check(paged, expected, config.block_size, "--model")  # as prompts are read, graphs or not
     if not isinstance(attention, CudaAttention) or not config.cuda_graphs:
         return paged, num_blocks
     served = captured(paged, attention, num_blocks=num_blocks, block_size=config.block_size)
@@ -140,9 +140,12 @@ def _check(model: LanguageModel, expected: torch.Tensor, block_size: int, field:
     """Raises `ConfigurationError` unless the model says over its paged cache what is expected."""
     difference, bound = _difference(model, expected, block_size)
     if not difference <= bound:
+        reason = "its attention does something that this version does not know"
+        if field == "--cuda-graphs":
+            reason = "a captured graph is not what was captured; --no-cuda-graphs does without"
         raise ConfigurationError(
             f"over the paged cache its logits differ by {difference:.2g} (bound {bound:.2g});"
-            " its attention does something that this version does not know",
+            f" {reason}",
             field=field,
         )
 

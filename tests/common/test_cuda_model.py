@@ -6,23 +6,30 @@ On a CPU, in float64, over imitations of the kernel and of a capture (`tests/cud
 from __future__ import annotations
 
 import logging
-from functools import cache
+from collections.abc import Callable
+from functools import cache, partial
+from typing import Any
 
 import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
+from common.config import ModelConfig
+from common.engine import loader
+from common.engine.attention import CacheSpec
+from common.engine.attention.cuda import CudaAttention
 from common.engine.batch import Span, pack
 from common.engine.block_manager import BlockManager
-from common.engine.cuda_model import ROW_BUCKETS, GraphedModel
+from common.engine.cuda_model import ROW_BUCKETS, GraphedModel, captured
 from common.engine.paged_model import LanguageModel, PagedModel
-from common.engine.probe import is_row_invariant
+from common.engine.probe import LayerCall, is_row_invariant
+from common.errors import ConfigurationError
 from common.types import OpenSequence, SamplingParams
 from draft_service.drafters.model import ModelDrafter
 from target_service.engine import TargetEngine
 from tests.common.test_paged_model import GEMMA2, _gemma2
-from tests.cuda_fakes import FakeCapture, cuda_like
+from tests.cuda_fakes import FakeCapture, attention_of, cuda_like
 from tests.driver import Driver, HookedModel, Script
 from tests.models import VOCAB, paged, transformer
 
@@ -222,6 +229,42 @@ def test_it_says_that_it_has_graphs_and_is_checked_like_any_other() -> None:
     assert model.backend == "cuda"
     assert isinstance(is_row_invariant(model, BLOCK), bool)
     assert tuple(sorted(ROW_BUCKETS)) == ROW_BUCKETS
+
+
+def _build(
+    monkeypatch: pytest.MonkeyPatch, capture: FakeCapture, **settings: Any
+) -> tuple[object, int]:
+    """The loader's own way, as if the model were on a GPU."""
+
+    def attention(spec: CacheSpec, calls: list[LayerCall]) -> CudaAttention:
+        return attention_of(spec, [c.softcap for c in calls])
+
+    monkeypatch.setattr(loader, "_attention", attention)
+    monkeypatch.setattr(loader, "captured", partial(captured, capture=capture))
+    return loader.build(transformer("llama"), ModelConfig(num_kv_tokens=500, **settings))
+
+
+def test_the_loader_tries_out_what_it_built(monkeypatch: pytest.MonkeyPatch) -> None:
+    capture = FakeCapture()
+    model, num_blocks = _build(monkeypatch, capture)
+    assert isinstance(model, GraphedModel)
+    assert num_blocks == 32
+    assert capture.num_replays > 0
+    plain, _ = _build(monkeypatch, capture, cuda_graphs=False)
+    assert isinstance(plain, PagedModel)
+    assert plain.backend == "cuda"
+
+
+def test_a_graph_that_says_something_else_is_refused(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Forgetful(FakeCapture):
+        def __call__(self, run: Callable[[], Tensor]) -> Callable[[], Tensor]:
+            out = run()  # of padding, and for ever
+            return lambda: out
+
+    with pytest.raises(
+        ConfigurationError, match=r"--cuda-graphs: .* --no-cuda-graphs does without"
+    ):
+        _build(monkeypatch, Forgetful())
 
 
 def test_a_model_with_reference_layers_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:
