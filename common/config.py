@@ -88,10 +88,16 @@ class ModelConfig:
         "take the faster kernel for a row that is alone; with drafts, texts may then differ by"
         " rounding",
     )
-    device: str = flag("cpu", "where the model runs, as torch names devices")
+    device: str = flag("cpu", "where the model runs: cpu, cuda or cuda:N")
     threads: int = flag(0, "threads for torch; 0: one for each of the process's cores")
-    num_kv_tokens: int = flag(0, "size of the KV cache in tokens; 0: four whole contexts")
-    block_size: int = flag(16, "tokens in a block of the KV cache")
+    num_kv_tokens: int = flag(
+        0, "size of the KV cache in tokens; 0: four whole contexts, on CUDA what memory allows"
+    )
+    block_size: int = flag(0, "tokens in a block of the KV cache; 0: 16, on CUDA 256")
+    gpu_memory_utilization: float = flag(
+        0.9, "part of a GPU's memory for weights and KV cache, where --num-kv-tokens is 0"
+    )
+    cuda_graphs: bool = flag(True, "replay small steps from captured graphs on CUDA")
     prefix_cache: bool = flag(True, "keep what was read of prompts for others that begin alike")
     cache_dir: str = flag("~/.cache/tandem", "where converted models are kept")
     hub_token_file: str = flag(

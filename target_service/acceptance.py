@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from common.engine.noise import Domain, Noise, NoiseKeys
-from common.engine.sampling import likeliest
+from common.engine.sampling import index_on, likeliest
 from common.types import BoolArray, IntArray, Rule, SparseDist
 
 NO_DRAFT = -1
@@ -48,6 +48,7 @@ class Accepted:
     """Decisions: the first num_emitted of a sequence's rows each decide one token."""
 
     tokens: IntArray  # [R] meaningful for emitted rows only
+    usable: BoolArray  # [R] no NaN or infinite logit made the token; for emitted rows only
     num_emitted: IntArray  # [S] 1 or more
     num_tested: IntArray  # [S]
     num_accepted: IntArray  # [S] the first of the emitted tokens
@@ -56,19 +57,12 @@ class Accepted:
 def accept(log_p: Tensor, runs: DraftRuns, noise: Noise) -> Accepted:
     """Test every run against log p. [R, V]; greedy rows may hold any increasing function of p."""
     num_rows = np.diff(runs.row_start)
-    tokens = np.full(len(runs.draft), NO_DRAFT, np.int64)
-    kept = np.zeros(len(runs.draft), bool)
 
     def rows_under(rule: Rule) -> IntArray:
         return np.flatnonzero(np.repeat([r is rule for r in runs.rules], num_rows))
 
-    greedy, coupled = rows_under(Rule.GREEDY), rows_under(Rule.COUPLED)
-    if greedy.size:
-        tokens[greedy] = likeliest(_rows(log_p, greedy))
-    if coupled.size:
-        own = noise.choose(runs.keys[coupled], Domain.TOKEN, _rows(log_p, coupled))
-        tokens[coupled] = own.cpu().numpy()
-    kept[:] = (tokens == runs.draft) & (runs.draft != NO_DRAFT)
+    tokens, usable = _own(log_p, rows_under(Rule.GREEDY), rows_under(Rule.COUPLED), runs, noise)
+    kept = (tokens == runs.draft) & (runs.draft != NO_DRAFT)
     rejection = rows_under(Rule.REJECTION)
     tested = rejection[runs.draft[rejection] != NO_DRAFT]
     if tested.size:
@@ -81,18 +75,48 @@ def accept(log_p: Tensor, runs: DraftRuns, noise: Noise) -> Accepted:
         log_w = _log_residual(log_p, resampled, runs)
         drawn = noise.choose(runs.keys[resampled], Domain.RESIDUAL, log_w)
         tokens[resampled] = drawn.cpu().numpy()
+    if rejection.size:
+        usable[rejection] = _finite(log_p, rejection, tokens[rejection])
 
     num_emitted = last - runs.row_start[:-1] + 1
     return Accepted(
         tokens=tokens,
+        usable=usable,
         num_emitted=num_emitted,
         num_tested=num_emitted - (runs.draft[last] == NO_DRAFT),
         num_accepted=num_emitted - 1 + kept[last],
     )
 
 
-def _rows(log_p: Tensor, rows: IntArray) -> Tensor:
-    return log_p if len(rows) == log_p.shape[0] else log_p[torch.from_numpy(rows).to(log_p.device)]
+def _own(
+    log_p: Tensor, greedy: IntArray, coupled: IntArray, runs: DraftRuns, noise: Noise
+) -> tuple[IntArray, BoolArray]:
+    """The target's own token of greedy and coupled rows, and whether it is one. [R] each
+
+    Stays on the device until both are known for all rows; one small copy brings them here.
+    """
+    num_rows = len(log_p)
+    if greedy.size == num_rows:
+        own = likeliest(log_p)
+    elif coupled.size == num_rows:
+        own = noise.choose(runs.keys, Domain.TOKEN, log_p)
+    else:
+        own = torch.zeros(num_rows, dtype=torch.int64, device=log_p.device)
+        if greedy.size:
+            own[index_on(greedy, own)] = likeliest(log_p[index_on(greedy, log_p)])
+        if coupled.size:
+            log_w = log_p[index_on(coupled, log_p)]
+            own[index_on(coupled, own)] = noise.choose(runs.keys[coupled], Domain.TOKEN, log_w)
+    finite = torch.isfinite(log_p.gather(1, own.unsqueeze(1)).squeeze(1))
+    tokens, usable = torch.stack((own, finite.long())).cpu().numpy()
+    return tokens, usable.astype(bool)
+
+
+def _finite(log_p: Tensor, rows: IntArray, tokens: IntArray) -> BoolArray:
+    """Whether log p of these rows' tokens is a number. [N], [N] -> [N]"""
+    chosen = log_p[index_on(rows, log_p), index_on(tokens, log_p)]
+    finite: BoolArray = torch.isfinite(chosen).cpu().numpy()
+    return finite
 
 
 def _deciding_rows(kept: BoolArray, row_start: IntArray) -> IntArray:
@@ -104,8 +128,7 @@ def _deciding_rows(kept: BoolArray, row_start: IntArray) -> IntArray:
 def _passes(log_p: Tensor, tested: IntArray, runs: DraftRuns, noise: Noise) -> BoolArray:
     """Whether each tested row's draft token is kept. [N] -> [N] bool"""
     x = runs.draft[tested]
-    index = torch.from_numpy(tested).to(log_p.device), torch.from_numpy(x).to(log_p.device)
-    p = log_p[index].double().exp()
+    p = log_p[index_on(tested, log_p), index_on(x, log_p)].double().exp()
     q = np.ones(len(x))  # a guess without q is one-hot
     for i, row in enumerate(tested.tolist()):
         if (dist := runs.dists.get(row)) is not None:
@@ -116,12 +139,11 @@ def _passes(log_p: Tensor, tested: IntArray, runs: DraftRuns, noise: Noise) -> B
 
 def _log_residual(log_p: Tensor, rows: IntArray, runs: DraftRuns) -> Tensor:
     """Log of max(0, p - q), of p where nothing was tested; not normalised. [N] -> [N, V]"""
-    p = log_p[torch.from_numpy(rows).to(log_p.device)].double().exp()  # [N, V]
+    p = log_p[index_on(rows, log_p)].double().exp()  # [N, V]
     residual = p.clone()
     for i, row in enumerate(rows.tolist()):
         if (dist := runs.dists.get(row)) is not None:
-            ids = torch.from_numpy(dist.token_ids).to(p.device)
-            residual[i, ids] -= torch.from_numpy(dist.probs).to(p)
+            residual[i, index_on(dist.token_ids, p)] -= torch.from_numpy(dist.probs).to(p)
         elif runs.draft[row] != NO_DRAFT:
             residual[i, int(runs.draft[row])] = 0.0
     residual = residual.clamp_(min=0.0)

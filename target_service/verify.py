@@ -19,7 +19,7 @@ from common.engine.batch import RaggedBatch, Span, pack
 from common.engine.block_manager import BlockManager
 from common.engine.noise import Noise, NoiseKeys
 from common.engine.sampling import RowParams, log_probs, widened
-from common.types import BoolArray, IntArray
+from common.types import BoolArray
 from target_service.acceptance import NO_DRAFT, DraftRuns, accept
 from target_service.logprobs import Logprobs, logprobs_of
 from target_service.scheduler import Work
@@ -65,7 +65,7 @@ def decide(plan: Many[Work], logits: Tensor, noise: Noise) -> list[Decision]:
     params = [w.seq.params for w in deciding]
     log_p = log_probs(x, RowParams.of(params, np.diff(runs.row_start)))
     accepted = accept(log_p, runs, noise)
-    num_usable = _leading_usable(_unusable(log_p, accepted.tokens), runs)
+    num_usable = _leading_usable(~accepted.usable, runs)
     decisions = []
     for i, work in enumerate(deciding):
         first = int(runs.row_start[i])
@@ -109,17 +109,6 @@ def _draft_runs(deciding: Many[Work], drafts: list[Draft | None]) -> DraftRuns:
         keys=NoiseKeys(np.repeat(seeds, num_rows), positions),
         dists={i: d.dist for i, d in enumerate(drafts) if d and d.dist},
     )
-
-
-def _unusable(log_p: Tensor, tokens: IntArray) -> BoolArray:
-    """Rows whose token is none: NaN or an infinite logit makes every log p so. [R, V], [R] -> [R]
-
-    Only rows that decide a token need be right.
-    """
-    rows = torch.arange(len(tokens), device=log_p.device)
-    chosen = log_p[rows, torch.from_numpy(tokens).to(log_p.device)]
-    bad: BoolArray = (~torch.isfinite(chosen)).cpu().numpy()
-    return bad
 
 
 def _leading_usable(unusable: BoolArray, runs: DraftRuns) -> list[int]:

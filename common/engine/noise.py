@@ -56,8 +56,9 @@ class Noise(Protocol):
         """One index a row with probability proportional to exp(log_w). [N, V] -> [N] int64."""
 
 
-CHUNK = 1 << 16
-"""Numbers made at once: as many rows as fit the processor's cache, one at least."""
+CHUNK, DEVICE_CHUNK = 1 << 16, 1 << 24
+"""Numbers made at once: as many rows as fit a processor's cache, one at least; on another device
+so many that starting its kernels is no matter, and memory none either."""
 
 
 class GumbelNoise:
@@ -70,7 +71,8 @@ class GumbelNoise:
 
     def choose(self, keys: NoiseKeys, domain: Domain, log_w: Tensor) -> Tensor:
         """See `Noise`."""
-        num = max(1, CHUNK // log_w.shape[1])
+        chunk = CHUNK if log_w.device.type == "cpu" else DEVICE_CHUNK
+        num = max(1, chunk // log_w.shape[1])
         streams = stream_keys(keys, domain).to(log_w.device)
         chosen = [
             (gumbel(some, log_w.shape[1]).add_(w)).argmax(dim=-1)

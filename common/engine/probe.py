@@ -20,8 +20,6 @@ _KNOWN = {
     "position_ids",
     "tandem_seen",
     "scaling",
-    "sliding_window",
-    "softcap",
 }
 # What transformers passes along without asking attention to heed it.
 _KNOWN |= {"use_cache", "output_attentions", "output_hidden_states", "cache_position"}
@@ -35,6 +33,7 @@ class LayerCall(NamedTuple):
     head_dim: int
     value_dim: int
     sliding_window: int | None
+    softcap: float | None = None
 
 
 @torch.inference_mode()
@@ -78,6 +77,7 @@ def _probing_attention(
     *,
     tandem_seen: dict[int, LayerCall] | None = None,
     sliding_window: int | None = None,
+    softcap: float | None = None,
     **arguments: Any,
 ) -> tuple[Tensor, None]:
     layer: Any = module.layer_idx
@@ -94,7 +94,9 @@ def _probing_attention(
         )
     if layer in tandem_seen:
         raise ConfigurationError(f"{name} calls layer {layer} twice", field="--model")
-    tandem_seen[layer] = LayerCall(key.shape[1], key.shape[3], value.shape[3], sliding_window)
+    tandem_seen[layer] = LayerCall(
+        key.shape[1], key.shape[3], value.shape[3], sliding_window, softcap
+    )
     shape = (query.shape[0], query.shape[2], query.shape[1], value.shape[3])
     return query.new_zeros(shape), None
 

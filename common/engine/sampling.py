@@ -55,7 +55,7 @@ def log_probs(logits: Tensor, rows: RowParams) -> Tensor:
     if warm.size == 0:
         return x
     every = warm.size == len(rows.greedy)
-    y = x if every else x[torch.from_numpy(warm)]
+    y = x if every else x[index_on(warm, x)]
     y = y / _column(rows.temperature[warm], y)
     for drop in (_drop_min_p, _drop_top_k, _drop_top_p):
         y = drop(y, rows, warm)
@@ -63,7 +63,7 @@ def log_probs(logits: Tensor, rows: RowParams) -> Tensor:
     if every:
         return y
     x = x.clone() if x is logits else x
-    x[torch.from_numpy(warm)] = y
+    x[index_on(warm, x)] = y
     return x
 
 
@@ -76,9 +76,14 @@ def _column(values: FloatArray | IntArray, like: Tensor) -> Tensor:
     return torch.from_numpy(values).to(like).unsqueeze(1)
 
 
+def index_on(values: IntArray, like: Tensor) -> Tensor:
+    """Indices into a tensor, on its device."""
+    return torch.from_numpy(values).to(like.device)
+
+
 def _drop_below(y: Tensor, which: IntArray, floor: Tensor) -> Tensor:
     """Rows `which` of y with -inf below their floor. [R, V], [N], [N, 1] -> [R, V]"""
-    index = torch.from_numpy(which)
+    index = index_on(which, y)
     kept = y[index]
     y[index] = kept.masked_fill(kept < floor, -torch.inf)
     return y
@@ -89,7 +94,7 @@ def _drop_min_p(y: Tensor, rows: RowParams, warm: IntArray) -> Tensor:
     which = np.flatnonzero(min_p > 0)
     if which.size == 0:
         return y
-    highest = y[torch.from_numpy(which)].amax(dim=-1, keepdim=True)  # [N, 1]
+    highest = y[index_on(which, y)].amax(dim=-1, keepdim=True)  # [N, 1]
     return _drop_below(y, which, highest + _column(np.log(min_p[which]), y))
 
 
@@ -98,8 +103,8 @@ def _drop_top_k(y: Tensor, rows: RowParams, warm: IntArray) -> Tensor:
     which = np.flatnonzero((top_k > 0) & (top_k < y.shape[1]))
     if which.size == 0:
         return y
-    k = torch.from_numpy(top_k[which]).to(y.device).unsqueeze(1)  # [N, 1]
-    best = y[torch.from_numpy(which)].topk(int(k.max()), dim=-1).values  # [N, K], descending
+    k = index_on(top_k[which], y).unsqueeze(1)  # [N, 1]
+    best = y[index_on(which, y)].topk(int(k.max()), dim=-1).values  # [N, K], descending
     return _drop_below(y, which, best.gather(1, k - 1))
 
 
@@ -108,7 +113,7 @@ def _drop_top_p(y: Tensor, rows: RowParams, warm: IntArray) -> Tensor:
     which = np.flatnonzero(top_p < 1)
     if which.size == 0:
         return y
-    chosen = y[torch.from_numpy(which)]
+    chosen = y[index_on(which, y)]
     log_p = torch.log_softmax(chosen, dim=-1)  # [N, V]
     wanted = _column(top_p[which], y)  # [N, 1]
     num = min(TOP_P_CANDIDATES, y.shape[1])
@@ -120,7 +125,7 @@ def _drop_top_p(y: Tensor, rows: RowParams, warm: IntArray) -> Tensor:
         )
         floor = floor.nan_to_num(nan=-torch.inf)  # rounding: all of them fall short of top_p
     # Back to y's own scale: comparing the same numbers keeps ties together.
-    y[torch.from_numpy(which)] = chosen.masked_fill(log_p < floor, -torch.inf)
+    y[index_on(which, y)] = chosen.masked_fill(log_p < floor, -torch.inf)
     return y
 
 
@@ -146,13 +151,11 @@ def sparsify(log_p: Tensor, support: int) -> list[SparseDist]:
     return dists
 
 
-def likeliest(x: Tensor) -> IntArray:
+def likeliest(x: Tensor) -> Tensor:
     """Index of the largest number of each row, the lowest of equals. [N, V] -> [N]"""
     if x.device.type == "cpu" and x.dtype in (torch.float32, torch.float64):
-        indices: IntArray = x.numpy().argmax(axis=-1)  # nine times as fast as torch's
-    else:
-        indices = x.argmax(dim=-1).cpu().numpy()
-    return indices
+        return torch.from_numpy(x.numpy().argmax(axis=-1))  # nine times as fast as torch's
+    return x.argmax(dim=-1)
 
 
 def unusable_rows(logits: Tensor) -> BoolArray:

@@ -221,7 +221,7 @@ class ModelDrafter:
             return np.flatnonzero([p.rule is rule for p in params])
 
         if (greedy := rows_under(Rule.GREEDY)).size:
-            tokens[greedy] = likeliest(log_q[torch.from_numpy(greedy)])
+            tokens[greedy] = likeliest(log_q[torch.from_numpy(greedy)]).cpu().numpy()
         if (coupled := rows_under(Rule.COUPLED)).size:
             chosen = log_q[torch.from_numpy(coupled)]
             tokens[coupled] = self._noise.choose(keys[coupled], Domain.TOKEN, chosen).cpu().numpy()

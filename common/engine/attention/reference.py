@@ -43,20 +43,9 @@ class ReferenceAttention:
         keys, values = self._keys[layer], self._values[layer]
         keys[batch.slots] = k
         values[batch.slots] = v
-        out = q.new_empty(q.shape[0], q.shape[1], v.shape[2])
-        for s, slots in enumerate(batch.context_slots):
-            rows = slice(int(batch.query_start[s]), int(batch.query_start[s + 1]))
-            mask = _causal_mask(rows.stop - rows.start, len(slots), sliding_window, q)
-            heads = q[rows].transpose(0, 1)  # [H, m, D]
-            out[rows] = _attention(
-                heads,
-                keys.index_select(0, slots).transpose(0, 1),  # [H_kv, n, D]
-                values.index_select(0, slots).transpose(0, 1),
-                mask,
-                scale,
-                softcap,
-            ).transpose(0, 1)
-        return out
+        return gathered(
+            q, keys, values, batch, scale=scale, sliding_window=sliding_window, softcap=softcap
+        )
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """See `AttentionBackend`."""
@@ -64,6 +53,33 @@ class ReferenceAttention:
             blocks = pool.view(-1, self._block_size, *pool.shape[1:])
             for source, target in copies:
                 blocks[target] = blocks[source]
+
+
+def gathered(
+    q: Tensor,
+    keys: Tensor,
+    values: Tensor,
+    batch: RaggedBatch,
+    *,
+    scale: float,
+    sliding_window: int | None,
+    softcap: float | None,
+) -> Tensor:
+    """What `attend` returns, once k and v are stored. keys, values [slots, H_kv, D or D_v]"""
+    out = q.new_empty(q.shape[0], q.shape[1], values.shape[2])
+    for s, slots in enumerate(batch.context_slots):
+        rows = slice(int(batch.query_start[s]), int(batch.query_start[s + 1]))
+        mask = _causal_mask(rows.stop - rows.start, len(slots), sliding_window, q)
+        heads = q[rows].transpose(0, 1)  # [H, m, D]
+        out[rows] = _attention(
+            heads,
+            keys.index_select(0, slots).transpose(0, 1),  # [H_kv, n, D]
+            values.index_select(0, slots).transpose(0, 1),
+            mask,
+            scale,
+            softcap,
+        ).transpose(0, 1)
+    return out
 
 
 def _causal_mask(m: int, n: int, window: int | None, like: Tensor) -> Tensor | None:
