@@ -55,7 +55,10 @@ class Accepted:
 
 
 def accept(log_p: Tensor, runs: DraftRuns, noise: Noise) -> Accepted:
-    """Test every run against log p. [R, V]; greedy rows may hold any increasing function of p."""
+    """Test every run against log p. [R, V]
+
+    Greedy rows may hold any increasing function of p, coupled ones log p up to a constant.
+    """
     num_rows = np.diff(runs.row_start)
 
     def rows_under(rule: Rule) -> IntArray:

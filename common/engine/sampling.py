@@ -26,6 +26,7 @@ class RowParams:
     """The sampling parameters of R rows as arrays."""
 
     greedy: BoolArray  # [R]
+    normal: BoolArray  # [R] whether p itself is needed, not only what is proportional to it
     temperature: FloatArray  # [R], 1 where greedy
     top_k: IntArray  # [R]
     top_p: FloatArray  # [R]
@@ -36,8 +37,10 @@ class RowParams:
         """Parameters of sequences, each repeated for its number of rows. [S], [S] -> [R]"""
         greedy = np.array([p.rule is Rule.GREEDY for p in params], bool)
         warm = [1.0 if p.rule is Rule.GREEDY else p.temperature for p in params]
+        normal = np.array([p.rule is Rule.REJECTION for p in params], bool)
         return cls(
             np.repeat(greedy, rows),
+            np.repeat(normal, rows),
             np.repeat(np.array(warm, np.float64), rows),
             np.repeat(np.array([p.top_k for p in params], np.int64), rows),
             np.repeat(np.array([p.top_p for p in params], np.float64), rows),
@@ -48,7 +51,8 @@ class RowParams:
 def log_probs(logits: Tensor, rows: RowParams) -> Tensor:
     """Log p of every row, -inf where a filter drops the token. [R, V] -> [R, V]
 
-    In float32 at least. Greedy rows come back as they are: only their argmax matters.
+    In float32 at least. But for `normal` rows up to a constant: a draw by Gumbel noise needs no
+    more. Greedy rows come back as they are: only their argmax matters.
     """
     x = widened(logits)
     warm = np.flatnonzero(~rows.greedy)
@@ -59,7 +63,12 @@ def log_probs(logits: Tensor, rows: RowParams) -> Tensor:
     y = y / _column(rows.temperature[warm], y)
     for drop in (_drop_min_p, _drop_top_k, _drop_top_p):
         y = drop(y, rows, warm)
-    y = torch.log_softmax(y, dim=-1)
+    normal = np.flatnonzero(rows.normal[warm])
+    if normal.size == len(warm):
+        y = torch.log_softmax(y, dim=-1)
+    elif normal.size:
+        index = index_on(normal, y)
+        y[index] = torch.log_softmax(y[index], dim=-1)
     if every:
         return y
     x = x.clone() if x is logits else x

@@ -15,7 +15,7 @@ from common.engine.sampling import (
     sparsify,
     unusable_rows,
 )
-from common.types import FloatArray, SamplingParams
+from common.types import FloatArray, Rule, SamplingParams
 
 PARAMS = {
     "greedy": SamplingParams(temperature=0.0, top_k=1, top_p=0.5, min_p=0.5),
@@ -25,6 +25,7 @@ PARAMS = {
     "top_k": SamplingParams(temperature=1.3, top_k=3),
     "top_p": SamplingParams(temperature=2.0, top_p=0.8),
     "all": SamplingParams(temperature=1.5, min_p=0.01, top_k=40, top_p=0.9),
+    "rejection": SamplingParams(temperature=1.2, top_k=50, top_p=0.7, rule=Rule.REJECTION),
     "no-op": SamplingParams(temperature=1.0, top_k=10**6, top_p=1.0, min_p=0.0),
 }
 
@@ -35,7 +36,10 @@ def _rows(*params: SamplingParams) -> RowParams:
 
 def _p(logits: FloatArray, params: SamplingParams) -> FloatArray:
     """What is tested, as probabilities."""
-    return log_probs(torch.from_numpy(logits)[None], _rows(params))[0].exp().numpy()
+    log_p = log_probs(torch.from_numpy(logits)[None], _rows(params))[0]
+    if params.rule is Rule.REJECTION:
+        return log_p.exp().numpy()
+    return torch.softmax(log_p, dim=-1).numpy()  # up to a constant
 
 
 def _oracle(logits: FloatArray, params: SamplingParams) -> tuple[FloatArray, float]:
@@ -113,7 +117,7 @@ def test_greedy_rows_are_raw_logits() -> None:
     assert torch.equal(log_probs(logits, _rows(greedy, greedy, greedy)), before)
     mixed = log_probs(logits, _rows(greedy, top_k, greedy))
     assert torch.equal(mixed[[0, 2]], before[[0, 2]])
-    assert mixed[1].exp().sum().item() == pytest.approx(1.0)
+    assert torch.softmax(mixed[1], 0).isfinite().all()
     assert torch.equal(logits, before)
 
 
