@@ -21,12 +21,12 @@ helm.sh/chart: {{ printf "%s-%s" .root.Chart.Name .root.Chart.Version }}
 {{/* What selects the pods of one component or pool of this release; {root, component, pool}. */}}
 {{- define "tandem.selector" -}}
 app.kubernetes.io/name: tandem
-app.kubernetes.io/instance: {{ .root.Release.Name }}
+app.kubernetes.io/instance: {{ .root.Release.Name | quote }}
 {{- with .component }}
 app.kubernetes.io/component: {{ . }}
 {{- end }}
 {{- with .pool }}
-tandem/pool: {{ . }}
+tandem/pool: {{ . | quote }}
 {{- end }}
 {{- end -}}
 

@@ -6,6 +6,10 @@ component, pool, where (its place in the values), name, module, port, labels and
 */}}
 {{- define "tandem.workloads" -}}
 {{- $root := . -}}
+{{- $fullname := include "tandem.fullname" . -}}
+{{- if not (regexMatch "^[a-z][-a-z0-9]*$" $fullname) -}}
+  {{- fail (printf "\n\nthe release is called %q, which names no Service: set fullnameOverride to lower-case letters, digits and hyphens, a letter first.\n" $fullname) -}}
+{{- end -}}
 {{- $found := dict -}}
 {{- $gateway := deepCopy .Values.gateway | merge (dict
   "component" "gateway" "pool" "" "where" "gateway" "module" "gateway" "port" 7070) -}}
@@ -26,7 +30,7 @@ component, pool, where (its place in the values), name, module, port, labels and
 {{- end -}}
 {{- range $suffix, $workload := $found -}}
   {{- $about := dict "root" $root "component" $workload.component "pool" $workload.pool -}}
-  {{- $_ := set $workload "name" (printf "%s-%s" (include "tandem.fullname" $root) $suffix) -}}
+  {{- $_ := set $workload "name" (printf "%s-%s" $fullname $suffix) -}}
   {{- $_ := set $workload "labels" (include "tandem.labels" $about | fromYaml) -}}
   {{- $_ := set $workload "selector" (include "tandem.selector" $about | fromYaml) -}}
   {{- include "tandem.check" $workload -}}
