@@ -72,7 +72,7 @@ def values_file(install: str) -> Path:
 def template(install: str = "", values: str = "", release: str = "tandem", *args: str) -> str:
     """What `helm template` prints for an install of ci/ with more values (YAML) on top of it.
 
-    Raises `Refusal` with helm's words if it renders nothing.
+    Raises `RefusedError` with helm's words if it renders nothing.
     """
     command = [helm(), "template", release, str(CHART), "--namespace", "llm", *args]
     if install:
@@ -81,11 +81,11 @@ def template(install: str = "", values: str = "", release: str = "tandem", *args
         command += ["--values", "-"]
     done = subprocess.run(command, input=values, capture_output=True, text=True)
     if done.returncode != 0:
-        raise Refusal(done.stderr)
+        raise RefusedError(done.stderr)
     return done.stdout
 
 
-class Refusal(Exception):
+class RefusedError(Exception):
     """helm renders nothing, and says why."""
 
 
