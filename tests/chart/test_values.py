@@ -154,17 +154,11 @@ def test_a_pool_may_say_all_that_its_defaults_say() -> None:
 
 
 def test_every_value_is_described() -> None:
-    described = {
-        row.path: row.meaning for row in values_table.rows((CHART / "values.yaml").read_text())
-    }
-    flow = {"resources.requests", "resources.limits", "dashboard.labels"}  # leaves on one line
+    rows = values_table.rows((CHART / "values.yaml").read_text())
+    described = {row.path: row.meaning for row in rows}
     for path in LEAVES:
-        parent = path.rpartition(".")[0]
-        known = described.get(path) or (
-            any(parent.endswith(end) for end in flow)
-            and (described.get(parent) or described.get(parent.rpartition(".")[0]))
-        )
-        assert known, f"{path} has no comment"
+        on_a_line = path if path in described else path.rpartition(".")[0]  # {cpu: 500m, ...}
+        assert described[on_a_line], f"{on_a_line} has no comment"
 
 
 def test_the_table_is_fresh() -> None:
