@@ -64,7 +64,7 @@ def test_from_a_clone_to_values_for_two_gpu_pools(tmp_path: Path) -> None:
 
 def test_the_pods_are_those_that_are_described() -> None:
     objects = render("two-gpu-pools-values")
-    described = {name: int(number) for number, name in re.findall(r"(\d+) × `([\w-]+)`", TEXT)}
+    described = {name: int(number) for number, name in re.findall(r"(\d+) . `([\w-]+)`", TEXT)}
     found = {d["metadata"]["name"]: d["spec"]["replicas"] for d in of_kind(objects, "Deployment")}
     assert described == found
     settings = config(objects, named(objects, "Deployment", "tandem-gateway"))
