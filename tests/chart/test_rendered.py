@@ -188,7 +188,8 @@ def test_a_pod_outlives_its_drain_and_its_load(install: str) -> None:
         assert spec["terminationGracePeriodSeconds"] > sleep["seconds"] + drain + FLUSH_SECONDS
         probe = container["startupProbe"]
         load = probe["failureThreshold"] * probe["periodSeconds"]
-        assert deployment["spec"]["progressDeadlineSeconds"] > load
+        spec = deployment["spec"]
+        assert spec["progressDeadlineSeconds"] > load + spec["minReadySeconds"]
 
 
 @installs
@@ -238,7 +239,7 @@ def test_gateways_look_for_every_pool(install: str) -> None:
     settings = config(objects, gateway)
     for tier in ("target", "draft"):
         expected = {
-            f"dns:{d['metadata']['name']}:{config(objects, d)['port']}"
+            f"dns:{d['metadata']['name']}.llm.svc.cluster.local.:{config(objects, d)['port']}"
             for d in of_kind(objects, "Deployment")
             if d["metadata"]["labels"]["app.kubernetes.io/component"] == tier
         }

@@ -56,9 +56,11 @@
 {{/* Where the gateway finds its peers, as JSON; {root, workloads, workload}. */}}
 {{- define "tandem.peers" -}}
 {{- $peers := dict "target" (list) "draft" (list) -}}
+{{- /* Whole names, with the dot: no search, and a name that is gone is told from a failed lookup. */ -}}
+{{- $domain := printf "%s.svc.%s." .root.Release.Namespace .root.Values.clusterDomain -}}
 {{- range .workloads -}}
   {{- if .pool -}}
-    {{- $entry := printf "dns:%s:%d" .name (int .port) -}}
+    {{- $entry := printf "dns:%s.%s:%d" .name $domain (int .port) -}}
     {{- $_ := set $peers .component (append (get $peers .component) $entry) -}}
   {{- end -}}
 {{- end -}}
