@@ -29,7 +29,7 @@ pytestmark = [
     pytest.mark.timeout(240),
     pytest.mark.skipif(sys.platform != "linux", reason="needs several loopback addresses"),
 ]
-QUICK = "gateway: {preStopSeconds: 1}\npoolDefaults: {preStopSeconds: 1}\n"  # 5 s by default
+QUICK = "gateway: {preStopSeconds: 0}\npoolDefaults: {preStopSeconds: 1}\n"  # 5 s by default
 GREEDY = Options(ignore_eos=True, temperature=0.0)
 PROMPT = [Message("user", "Repeat this line three times: the quick brown fox jumps over it.")]
 
@@ -75,7 +75,7 @@ def test_a_client_gets_a_drafted_answer(node: Node, show: Callable[[str], None])
             for pod in node.of_component(component)
         }
         answers = [
-            client.generate(PROMPT, GREEDY, max_tokens=48, speculate=speculate)
+            client.generate(PROMPT, GREEDY, max_tokens=32, speculate=speculate)
             for speculate in (False, True, True, True)
         ]
     assert len({answer.token_ids for answer in answers}) == 1
@@ -114,7 +114,7 @@ def test_sigterm_ends_every_pod_within_its_grace(node: Node, show: Callable[[str
     seen: set[tuple[bool, bool]] = set()
     took: dict[str, float] = {}
     with Client(f"{gateway.host}:{gateway.port}") as client:
-        stream = client.stream(PROMPT, GREEDY, max_tokens=250)
+        stream = client.stream(PROMPT, GREEDY, max_tokens=120)
         next(event for event in stream if isinstance(event, Delta))
         stopping = threading.Thread(target=_retire, args=(node, gateway, took))
         stopping.start()
