@@ -19,6 +19,10 @@ REFUSED = {
     "unknown key of a group": (TARGET % "gpu: {number: 2}", "additional properties 'number'"),
     "wrong type": (TARGET % "replicas: two", "at '/targets/pools/main/replicas': got string"),
     "wrong choice": ("telemetry: {sampler: some}", "must be one of 'always_on'"),
+    "endpoint without a port": (
+        "telemetry: {otlpEndpoint: 'http://collector'}",
+        "at '/telemetry/otlpEndpoint': 'http://collector' does not match pattern",
+    ),
     "both autoscalers": (
         TARGET % "autoscaling: {hpa: {enabled: true}, keda: {enabled: true, serverAddress: a}}",
         "targets.pools.main.autoscaling has both hpa and keda enabled: they would undo each"

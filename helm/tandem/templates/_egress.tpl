@@ -30,10 +30,7 @@
 {{- end }}
 {{- end -}}
 
-{{/* Port of the OTLP endpoint, 4317 if it names none; empty without an endpoint. */}}
+{{/* Port of the OTLP endpoint; empty without one. */}}
 {{- define "tandem.telemetryPort" -}}
-{{- with .Values.telemetry.otlpEndpoint -}}
-{{- $host := (urlParse .).host | default . -}}
-{{- regexFind ":[0-9]+$" $host | trimPrefix ":" | default "4317" -}}
-{{- end -}}
+{{- regexFind ":[0-9]+/?$" .Values.telemetry.otlpEndpoint | trimPrefix ":" | trimSuffix "/" -}}
 {{- end -}}
