@@ -224,9 +224,9 @@ class Node:
 
     def wait_until(self, holds: Callable[[], bool], what: str) -> None:
         """Publishing what is ready meanwhile."""
-        deadline = time.monotonic() + 90
+        deadline = time.monotonic() + 180
         while not holds():
-            assert time.monotonic() < deadline, f"not within 90 s: {what}"
+            assert time.monotonic() < deadline, f"not within 180 s: {what}"
             for pod in self._all:
                 assert pod.process.exit_code in (None, 0), f"{pod.workload} has failed"
             self.publish()
