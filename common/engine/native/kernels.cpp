@@ -177,48 +177,119 @@ inline int64_t in_tiles(int64_t row, int64_t column, int64_t width) {
          column % DEPTH;
 }
 
-// Asks for 1 KiB that will be read soon.
-inline void prefetch_tile(const bf16 *tile) {
-  for (int i = 0; i < TILE_SIZE; i += DEPTH)
-    _mm_prefetch(reinterpret_cast<const char *>(tile + i), _MM_HINT_T0);
+// 16 scales or minima, in float16, as two vectors of 8 numbers that stand twice.
+inline void twice(const byte *p, __m512 both[2]) {
+  const __m512 x = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
+  const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
+  both[0] = _mm512_permutexvar_ps(low, x);
+  both[1] = _mm512_permutexvar_ps(_mm512_add_epi32(low, _mm512_set1_epi32(8)), x);
 }
 
-// C[2][2][16 * 16] = 16 or 32 rows of X [.., K] times one or two packed blocks of 16 columns.
-// The sums of a row don't depend on how many rows or columns are asked for. `first`: the weights
-// come from memory, so that what follows them is asked for in time.
-void tiles_amx(const Rows &x, int row_tiles, const bf16 *w, int64_t w_stride, int column_tiles,
-               int64_t depth, bool first, float c[2][2][TILE * TILE]) {
-  constexpr int64_t kAhead = 5;
+// A quantised tile to a bfloat16 one: q * scale, or q * scale + minimum.
+template <int FORMAT>
+inline void widen_tile(const byte *from, bf16 *to) {
+  __m512 scale[2], minimum[2];
+  twice(from, scale);
+  if (FORMAT == INT4) twice(from + 2 * TILE, minimum);
+  const byte *q = from + (FORMAT == INT8 ? 2 : 4) * TILE;
+  const __m512 numbers = _mm512_setr_ps(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
+  for (int pair = 0; pair < TILE; ++pair) {
+    __m512 low, high;
+    if (FORMAT == INT8) {
+      const __m128i *bytes = reinterpret_cast<const __m128i *>(q + pair * 32);
+      low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes)));
+      high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm_loadu_si128(bytes + 1)));
+      low = _mm512_mul_ps(low, scale[0]), high = _mm512_mul_ps(high, scale[1]);
+    } else {
+      const __m512i bytes = _mm512_cvtepu8_epi32(
+          _mm_loadu_si128(reinterpret_cast<const __m128i *>(q + pair * 16)));
+      low = _mm512_permutexvar_ps(bytes, numbers);  // heeds four bits only
+      high = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), numbers);
+      low = _mm512_fmadd_ps(low, scale[0], minimum[0]);
+      high = _mm512_fmadd_ps(high, scale[1], minimum[1]);
+    }
+    _mm512_store_si512(to + pair * 2 * TILE, (__m512i)_mm512_cvtne2ps_pbh(high, low));
+  }
+}
+
+// A thread's room for widened tiles.
+class Widened {
+ public:
+  void grow(int64_t n) {
+    if (room_.size() < static_cast<size_t>(n + TILE_SIZE)) room_.resize(n + TILE_SIZE);
+  }
+  bf16 *data() {  // at a cache line
+    return reinterpret_cast<bf16 *>((reinterpret_cast<uintptr_t>(room_.data()) + 63) / 64 * 64);
+  }
+
+ private:
+  std::vector<bf16> room_;
+};
+
+// One or two packed blocks of 16 columns, as bfloat16 tiles: as they are, or widened into a buffer
+// that has room for all of them or, if they are used once, for few.
+template <int FORMAT>
+struct Columns {
+  const byte *packed;
+  bf16 *buffer;
+  int64_t depth, mask;
+  int num;
+
+  Columns(const byte *packed, bf16 *buffer, int64_t depth, int num, bool once)
+      : packed(packed), buffer(buffer), depth(depth),
+        mask(once && FORMAT != BF16 ? ROOM - 1 : INT64_MAX), num(num) {}
+
+  static constexpr int64_t ROOM = 8, AHEAD = 5;  // tiles
+  int64_t stride() const { return (mask == INT64_MAX ? depth : ROOM) * TILE_SIZE; }
+  const bf16 *tile(int j, int64_t k) const {
+    const bf16 *first = FORMAT == BF16 ? reinterpret_cast<const bf16 *>(packed) : buffer;
+    return first + j * stride() + (k & mask) * TILE_SIZE;
+  }
+  // Gets tiles of one k from memory, and asks for those that will be next.
+  void fetch(int64_t k) const {
+    const int64_t next = k + AHEAD < depth ? k + AHEAD : k + AHEAD + depth;  // beyond this pair
+    for (int j = 0; j < num; ++j) {
+      const byte *soon = packed + (j * depth + next) * TILE_BYTES[FORMAT];
+      for (int64_t i = 0; i < TILE_BYTES[FORMAT]; i += 64)
+        _mm_prefetch(reinterpret_cast<const char *>(soon + i), _MM_HINT_T0);
+      if (FORMAT != BF16)
+        widen_tile<FORMAT>(packed + (j * depth + k) * TILE_BYTES[FORMAT],
+                           buffer + j * stride() + (k & mask) * TILE_SIZE);
+    }
+    std::atomic_signal_fence(std::memory_order_seq_cst);  // as in Barrier
+  }
+};
+
+// C[2][2][16 * 16] = 16 or 32 rows of X [.., K] times one or two blocks of 16 columns. The sums of
+// a row don't depend on how many rows or columns are asked for. `first`: columns are not there yet.
+template <int FORMAT>
+void tiles_amx(const Rows &x, int row_tiles, const Columns<FORMAT> &w, bool first,
+               float c[2][2][TILE * TILE]) {
   const int64_t bytes = x.row_step * 2;
   _tile_zero(0);
   _tile_zero(1);
   _tile_zero(2);
   _tile_zero(3);
-  for (int64_t k = 0; k < depth; ++k) {
-    if (first) {
-      const bool inside = k + kAhead < depth;
-      const bf16 *soon = w + (k + kAhead) * TILE_SIZE + (inside ? 0 : 2 * w_stride - depth * TILE_SIZE);
-      prefetch_tile(soon);
-      prefetch_tile(soon + w_stride);
-    }
+  for (int64_t k = 0; k < w.depth; ++k) {
+    if (first) w.fetch(k);
     _tile_loadd(4, x.x + k * x.depth_step, bytes);
-    _tile_loadd(6, w + k * TILE_SIZE, 64);
+    _tile_loadd(6, w.tile(0, k), 64);
     _tile_dpbf16ps(0, 4, 6);
-    if (column_tiles == 2) {
-      _tile_loadd(7, w + w_stride + k * TILE_SIZE, 64);
+    if (w.num == 2) {
+      _tile_loadd(7, w.tile(1, k), 64);
       _tile_dpbf16ps(1, 4, 7);
     }
     if (row_tiles == 2) {
       _tile_loadd(5, x.x + x.tile_step + k * x.depth_step, bytes);
       _tile_dpbf16ps(2, 5, 6);
-      if (column_tiles == 2) _tile_dpbf16ps(3, 5, 7);
+      if (w.num == 2) _tile_dpbf16ps(3, 5, 7);
     }
   }
   _tile_stored(0, c[0][0], 64);
-  if (column_tiles == 2) _tile_stored(1, c[0][1], 64);
+  if (w.num == 2) _tile_stored(1, c[0][1], 64);
   if (row_tiles == 2) {
     _tile_stored(2, c[1][0], 64);
-    if (column_tiles == 2) _tile_stored(3, c[1][1], 64);
+    if (w.num == 2) _tile_stored(3, c[1][1], 64);
   }
 }
 
@@ -246,89 +317,44 @@ void for_rows(int64_t num_rows, Use use) {
 }
 
 // The same on processors without AMX; num_rows saves work, it changes no sum.
-void tiles_avx512(const Rows &x, int64_t num_rows, const bf16 *w, int64_t w_stride,
-                  int column_tiles, int64_t depth, float c[2][2][TILE * TILE]) {
+template <int FORMAT>
+void tiles_avx512(const Rows &x, int64_t num_rows, const Columns<FORMAT> &w, bool first,
+                  float c[2][2][TILE * TILE]) {
+  if (first && FORMAT != BF16)
+    for (int64_t k = 0; k < w.depth; ++k) w.fetch(k);
   for_rows(num_rows, [&](int64_t row, auto rows) {
     const bf16 *from = x.x + row / TILE * x.tile_step + row % TILE * x.row_step;
-    for (int j = 0; j < column_tiles; ++j) {
+    for (int j = 0; j < w.num; ++j) {
       __m512 sum[rows] = {};
-      for (int64_t k = 0; k < depth; ++k)
-        rows_avx512<rows>(from + k * x.depth_step, x.row_step, w + j * w_stride + k * TILE_SIZE,
-                          DEPTH / 2, sum);
+      for (int64_t k = 0; k < w.depth; ++k)
+        rows_avx512<rows>(from + k * x.depth_step, x.row_step, w.tile(j, k), DEPTH / 2, sum);
       float *to = c[row / TILE][j] + row % TILE * TILE;
       for (int r = 0; r < rows; ++r) _mm512_store_ps(to + r * TILE, sum[r]);
     }
   });
 }
 
-// 16 scales or minima, in float16, as two vectors of 8 numbers that stand twice.
-inline void twice(const byte *p, __m512 both[2]) {
-  const __m512 x = _mm512_cvtph_ps(_mm256_loadu_si256(reinterpret_cast<const __m256i *>(p)));
-  const __m512i low = _mm512_setr_epi32(0, 0, 1, 1, 2, 2, 3, 3, 4, 4, 5, 5, 6, 6, 7, 7);
-  both[0] = _mm512_permutexvar_ps(low, x);
-  both[1] = _mm512_permutexvar_ps(_mm512_add_epi32(low, _mm512_set1_epi32(8)), x);
-}
-
-// Quantised tiles to bfloat16 ones: q * scale, or q * scale + minimum.
-void widen_tiles(const byte *from, int format, int64_t num_tiles, bf16 *to) {
-  __m512 scale[2], minimum[2];
-  const __m512i counts = _mm512_setr_epi32(0, 1, 2, 3, 4, 5, 6, 7, 8, 9, 10, 11, 12, 13, 14, 15);
-  const __m512 numbers = _mm512_cvtepi32_ps(counts);
-  for (int64_t t = 0; t < num_tiles; ++t, from += TILE_BYTES[format]) {
-    for (int i = 0; i < TILE_BYTES[format]; i += 64)
-      _mm_prefetch(reinterpret_cast<const char *>(from + 4 * TILE_BYTES[format] + i), _MM_HINT_T0);
-    const byte *q = from + (format == INT8 ? 2 : 4) * TILE;
-    twice(from, scale);
-    if (format == INT4) twice(from + 2 * TILE, minimum);
-    for (int pair = 0; pair < TILE; ++pair, to += 2 * TILE) {
-      __m512 low, high;
-      if (format == INT8) {
-        const __m256i bytes = _mm256_loadu_si256(reinterpret_cast<const __m256i *>(q + pair * 32));
-        low = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_castsi256_si128(bytes)));
-        high = _mm512_cvtepi32_ps(_mm512_cvtepi8_epi32(_mm256_extracti128_si256(bytes, 1)));
-        low = _mm512_mul_ps(low, scale[0]), high = _mm512_mul_ps(high, scale[1]);
-      } else {
-        const __m512i bytes = _mm512_cvtepu8_epi32(
-            _mm_loadu_si128(reinterpret_cast<const __m128i *>(q + pair * 16)));
-        low = _mm512_permutexvar_ps(bytes, numbers);  // heeds four bits only
-        high = _mm512_permutexvar_ps(_mm512_srli_epi32(bytes, 4), numbers);
-        low = _mm512_fmadd_ps(low, scale[0], minimum[0]);
-        high = _mm512_fmadd_ps(high, scale[1], minimum[1]);
-      }
-      _mm512_storeu_si512(to, (__m512i)_mm512_cvtne2ps_pbh(high, low));
-    }
-  }
-}
-
 // For each pair of column blocks in the share and each 32 rows of X, tiled and padded to a multiple
 // of 32 rows with whatever: use(row, block, its 16 sums, those of the next block or null).
-template <typename Use>
-void product(bool use_amx, std::vector<bf16> &widened, const std::vector<bf16> &x,
-             int64_t num_rows, int64_t depth_k, const byte *w, int format, Share blocks, Use use) {
+template <int FORMAT, typename Use>
+void product(bool use_amx, Widened &widened, const std::vector<bf16> &x, int64_t num_rows,
+             int64_t depth_k, const byte *w, Share blocks, Use use) {
   alignas(64) float c[2][2][TILE * TILE];
-  const int64_t depth = depth_k / DEPTH, w_stride = depth * TILE_SIZE;
+  const int64_t depth = depth_k / DEPTH;
+  if (FORMAT != BF16) widened.grow(2 * std::max(depth, Columns<FORMAT>::ROOM) * TILE_SIZE);
   for (int64_t b = blocks.begin; b < blocks.end; b += 2) {
-    const int columns = std::min<int64_t>(2, blocks.end - b);
-    const byte *packed = w + b * depth * TILE_BYTES[format];
-    const bf16 *block = reinterpret_cast<const bf16 *>(packed);
-    if (format != BF16) {
-      widened.resize(2 * w_stride);
-      widen_tiles(packed, format, columns * depth, widened.data());
-      std::atomic_signal_fence(std::memory_order_seq_cst);  // as in Barrier
-      block = widened.data();
-    }
+    const int num = std::min<int64_t>(2, blocks.end - b);
+    const Columns<FORMAT> columns(w + b * depth * TILE_BYTES[FORMAT], widened.data(), depth, num,
+                                  use_amx && num_rows <= 2 * TILE);
     for (int64_t row = 0; row < num_rows; row += 2 * TILE) {
       const int64_t rows = std::min<int64_t>(2 * TILE, num_rows - row);
       Rows from = tiled(x, depth_k);
       from.x += row * depth_k;
-      if (use_amx)
-        tiles_amx(from, rows > TILE ? 2 : 1, block, w_stride, columns, depth,
-                  row == 0 && format == BF16, c);
-      else
-        tiles_avx512(from, rows, block, w_stride, columns, depth, c);
+      if (use_amx) tiles_amx(from, rows > TILE ? 2 : 1, columns, row == 0, c);
+      else tiles_avx512(from, rows, columns, row == 0, c);
       for (int64_t r = 0; r < rows; ++r) {
         const float *left = c[r / TILE][0] + r % TILE * TILE;
-        use(row + r, b, left, columns == 2 ? left + TILE * TILE : nullptr);
+        use(row + r, b, left, num == 2 ? left + TILE * TILE : nullptr);
       }
     }
   }
@@ -635,8 +661,13 @@ class Step {
   template <typename Use>
   void multiply(const std::vector<bf16> &x, int64_t num_rows, int64_t depth, const byte *w,
                 int64_t columns, Use use) {
-    const int format = w == c_.lm_head ? c_.head_format : c_.format;
-    product(amx_, widened_, x, num_rows, depth, w, format, blocks(columns), use);
+    auto run = [&](auto format) {
+      product<format>(amx_, widened_, x, num_rows, depth, w, blocks(columns), use);
+    };
+    const int64_t format = w == c_.lm_head ? c_.head_format : c_.format;
+    if (format == BF16) run(std::integral_constant<int, BF16>());
+    else if (format == INT8) run(std::integral_constant<int, INT8>());
+    else run(std::integral_constant<int, INT4>());
   }
 
   int64_t take() { return b_.next.fetch_add(1, std::memory_order_relaxed); }
@@ -802,7 +833,7 @@ class Step {
   const int thread_;
   const int64_t dim_, width_;
   const bool amx_;
-  std::vector<bf16> widened_;
+  Widened widened_;
 };
 
 void make_room(const Config &c, int64_t num_rows, Buffers &b) {
