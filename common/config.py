@@ -1,28 +1,31 @@
-"""Settings that every service has, and the flags that set them.
+"""Settings that every service has.
 
 Configuration is a frozen dataclass built in `__main__` and passed to constructors. Every
-flag is a field with its help beside it; `parse` makes the command line from the dataclass.
+setting is a field with its help beside it; `parse` fills the dataclass from flags, environment
+and a file (`settings.py`).
 """
 
 from __future__ import annotations
 
-import argparse
-import dataclasses
 import os
 import re
 import sys
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, field
-from typing import Any, TypeVar, get_type_hints
+from typing import Any, TypeVar
 
+from common import settings
 from common.errors import ConfigurationError
 
 C = TypeVar("C", bound="ServiceConfig")
-MAX_PORT = 65535
 
 
-def flag(default: Any, text: str, **options: Any) -> Any:
-    """A dataclass field that is also a flag; options go to argparse (choices, metavar)."""
-    return field(default=default, metadata={"help": text, **options})
+def flag(default: Any, text: str, *, listed: bool = False, **options: Any) -> Any:
+    """A dataclass field that is also a setting; options go to argparse (choices, metavar).
+
+    listed: its values are separated by commas, and a file may say them as an array.
+    """
+    return field(default=default, metadata={"help": text, "listed": listed, **options})
 
 
 @dataclass(frozen=True)
@@ -40,8 +43,22 @@ class ServiceConfig:
         "text", "text: lines to read; json: an object a line", choices=("text", "json")
     )
     metrics_port: int = flag(0, "port that answers Prometheus; 0: none")
+    health_port: int = flag(0, "port that answers health probes and nothing else; 0: none")
     pool: str = flag("default", "name of the group of services this one belongs to, for metrics")
     cores: str = flag("", "CPU cores for this process, such as 0-2 or 0,2; empty: all")
+    origins: Mapping[str, settings.Origin] = field(  # set by `parse`; defaults have none
+        default_factory=dict, repr=False, compare=False
+    )
+
+    def named(self, setting: str) -> str:
+        """What an error calls a setting: as it was set, else by its flag."""
+        if origin := self.origins.get(setting):
+            return origin.named(setting)
+        return "--" + setting.replace("_", "-")
+
+    def told(self, error: ConfigurationError) -> str:
+        """An error's text; the setting that it names by its flag is named as it was set."""
+        return settings.blamed(error, self.origins)
 
 
 @dataclass(frozen=True)
@@ -61,12 +78,25 @@ class ModelConfig:
         " auto: native where model and machine allow",
         choices=("auto", "native", "torch"),
     )
+    quantization: str = flag(
+        "none",
+        "weights in few bits, in the native step: int8, or int4 (the output head stays int8)",
+        choices=("none", "int8", "int4"),
+    )
+    allow_batch_dependent: bool = flag(
+        False,
+        "take the faster kernel for a row that is alone; with drafts, texts may then differ by"
+        " rounding",
+    )
     device: str = flag("cpu", "where the model runs, as torch names devices")
     threads: int = flag(0, "threads for torch; 0: one for each of the process's cores")
     num_kv_tokens: int = flag(0, "size of the KV cache in tokens; 0: four whole contexts")
     block_size: int = flag(16, "tokens in a block of the KV cache")
     prefix_cache: bool = flag(True, "keep what was read of prompts for others that begin alike")
     cache_dir: str = flag("~/.cache/tandem", "where converted models are kept")
+    hub_token_file: str = flag(
+        "", "file that holds the token for the hub; empty: what the hub's own tools find"
+    )
 
 
 def check_address(address: str, field: str) -> str:
@@ -77,59 +107,49 @@ def check_address(address: str, field: str) -> str:
             f'is "{address}", must be HOST:PORT without {scheme}://', field=field
         )
     found = re.fullmatch(r"(?:[^\s:/\[\]]+|\[[^\s/\[\]]+\]):(\d{1,5})", address)  # [::1]:7070 too
-    if found is None or not 1 <= int(found[1]) <= MAX_PORT:
+    if found is None or not 1 <= int(found[1]) <= settings.MAX_PORT:
         raise ConfigurationError(f'is "{address}", must be HOST:PORT', field=field)
     return address
 
 
-def prepare_process(cores: str, threads: int = 0) -> None:
+def prepare_process(cores: str, threads: int = 0, named: str = "--cores") -> None:
     """Bind to cores and set up OpenMP; to be called before torch is imported.
 
     OpenMP reads its environment when it is loaded. Idle threads sleep instead of spinning:
     two processes whose threads spin on the same cores slow each other 10 to 50 times.
     """
-    num_cores = pin_to_cores(cores)
+    num_cores = pin_to_cores(cores, named)
     os.environ.setdefault("OMP_WAIT_POLICY", "PASSIVE")
     os.environ["OMP_NUM_THREADS"] = str(threads or num_cores)
 
 
-def parse(kind: type[C], argv: list[str] | None = None) -> C:
-    """The configuration that a command line asks for; exits with the reason if it is wrong."""
-    parser = argparse.ArgumentParser(
-        prog=f"python -m {kind.__module__.split('.')[0]}",
-        description=kind.__doc__,
-        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
-    )
-    types = get_type_hints(kind)
-    for f in dataclasses.fields(kind):
-        if not f.init:
-            continue
-        options = dict(f.metadata)
-        name = "--" + f.name.replace("_", "-")
-        if types[f.name] is bool:
-            parser.add_argument(
-                name, action=argparse.BooleanOptionalAction, default=f.default, **options
-            )
-        else:
-            read = _port if f.name.endswith("port") else types[f.name]
-            parser.add_argument(name, type=read, default=f.default, **options)
-    values = vars(parser.parse_args(argv))
+def parse(
+    kind: type[C], argv: Sequence[str] | None = None, environ: Mapping[str, str] | None = None
+) -> C:
+    """The configuration that flags, environment and a file ask for.
+
+    argv None: the process's own flags; environ None: no environment. Exits with the reason if
+    something is wrong, and after printing where it was only to print.
+    """
+    origins: dict[str, settings.Origin] = {}
     try:
-        return kind(**values)
+        found, printed = settings.read(kind, kind.name, argv, environ or {})
+        origins = {name: origin for name, (_, origin) in found.items()}
+        values: dict[str, Any] = {name: value for name, (value, _) in found.items()}
+        config = kind(**values, origins=origins)
     except ConfigurationError as error:
-        sys.exit(f"tandem {kind.name}: {error}")
+        sys.exit(f"tandem {kind.name}: {settings.blamed(error, origins)}")
+    if printed:
+        sys.stdout.write(settings.show(kind, kind.name, config, origins))
+        sys.exit(0)
+    return config
 
 
-def _port(text: str) -> int:
-    if not text.isdecimal() or int(text) > MAX_PORT:
-        raise argparse.ArgumentTypeError(f"is {text}, must be 0 to {MAX_PORT}")
-    return int(text)
-
-
-def pin_to_cores(cores: str) -> int:
+def pin_to_cores(cores: str, named: str = "--cores") -> int:
     """Bind this process to cores such as "0-2,5"; returns how many it may use.
 
-    Exits with a usage message if the text can't be read or names a core that is not there.
+    Exits with a message if the text, set by what `named` says, can't be read or names a core
+    that is not there.
     """
     if not hasattr(os, "sched_setaffinity"):  # macOS has no way to bind
         return os.cpu_count() or 1
@@ -144,5 +164,5 @@ def pin_to_cores(cores: str) -> int:
         if missing := chosen - os.sched_getaffinity(0):  # the kernel takes what is there
             raise ValueError(f"no core {min(missing)} for this process")
     except (ValueError, OSError) as error:
-        sys.exit(f"--cores: {cores!r} does not name cores of this machine, such as 0-1 ({error})")
+        sys.exit(f"{named}: {cores!r} does not name cores of this machine, such as 0-1 ({error})")
     return len(chosen)

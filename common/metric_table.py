@@ -146,6 +146,11 @@ METRICS: tuple[Metric, ...] = (
         of_model=False, at_scrape=True,
     ),
     Metric(
+        "discovery_failing", _G, GATEWAY,
+        "Names of peers whose last lookup failed, so that their addresses stay as they were.",
+        {"peer": ("target", "draft")}, of_model=False, at_scrape=True,
+    ),
+    Metric(
         "requests_total", _C, GATEWAY,
         "Requests that have ended; refused ones were never opened at a target.",
         {"finish_reason": ENDINGS},

@@ -78,10 +78,19 @@ def run(
     exported at the end, whatever it is.
     """
     logs.set_up(config)
+    serving = _serve(config, service_names, start, tracing or Tracing(config.name))
+    if refusal := asyncio.run(_refusal(config, serving)):
+        sys.exit(f"tandem {config.name}: {refusal}")
+
+
+async def _refusal(config: ServiceConfig, serving: Awaitable[None]) -> str:
+    """Why the service can't be; empty after it has served."""
     try:
-        asyncio.run(_serve(config, service_names, start, tracing or Tracing(config.name)))
+        await serving
     except ConfigurationError as error:
-        sys.exit(f"tandem {config.name}: {error}")
+        error.__traceback__ = None  # whose frames would keep the servers beyond their event loop
+        return config.told(error)
+    return ""
 
 
 async def _serve(
@@ -94,14 +103,10 @@ async def _serve(
     told: asyncio.Future[Any] = loop.create_task(told_to_stop.wait())
     gate = _Gate(config.name)
     server = grpc.aio.server(options=_SERVER_OPTIONS, interceptors=[gate])
-    port = _bind(server, config)
-    healthy = health.aio.HealthServicer()
-    health_pb2_grpc.add_HealthServicer_to_server(healthy, server)
+    port = _bind(server, config.host, config.port, "--port")
+    probed = await _Health.start(config, service_names, server)
     names = (*service_names, health.SERVICE_NAME, reflection.SERVICE_NAME)
     reflection.enable_server_reflection(names, server)
-    watched = ("", "live", "ready", *service_names)
-    await _set_health(healthy, watched, serving=False)
-    await _set_health(healthy, ["live"], serving=True)
     await server.start()
     began = time.monotonic()
     starting: asyncio.Future[Running] = asyncio.ensure_future(
@@ -113,7 +118,7 @@ async def _serve(
         os._exit(0)  # a thread that loads a model can't be interrupted
     running = starting.result()
     gate.open = True
-    await _set_health(healthy, watched, serving=True)
+    await probed.tell(ready=True)
     # Whoever started us may read the port from this line.
     print(  # noqa: T201
         f"tandem {config.name} serves on {config.host}:{port}"
@@ -122,7 +127,7 @@ async def _serve(
     )
     failed: asyncio.Future[Any] = running.failed
     await asyncio.wait([told, failed], return_when=asyncio.FIRST_COMPLETED)
-    await _set_health(healthy, [n for n in watched if n != "live"], serving=False)
+    await probed.tell(ready=False)
     if not failed.done():
         log.info("draining %d live, for %.0f s at most", running.num_live(), config.drain_seconds)
         running.drain(config.drain_seconds)
@@ -130,7 +135,7 @@ async def _serve(
         while running.num_live() and time.monotonic() < deadline and not failed.done():
             await asyncio.wait([failed], timeout=0.05)
     if failed.done():
-        await _set_health(healthy, ["live"], serving=False)
+        await probed.tell(ready=False, live=False)
         await running.stop()
         await server.stop(grace=0.2)
         log.error("stopped by a failure: %s", failed.exception())
@@ -140,7 +145,47 @@ async def _serve(
     await running.stop()
     await server.stop(grace=1.0)
     await asyncio.to_thread(tracing.shutdown, FLUSH_SECONDS)
+    await probed.stop()
     log.info("stopped")
+
+
+class _Health:
+    """What probes hear: at the service's own port, and at `--health-port` to the very end.
+
+    The second port stays plaintext whatever the first one will ask for, and has nothing else.
+    """
+
+    def __init__(self, service_names: Sequence[str]) -> None:
+        self._servicer = health.aio.HealthServicer()
+        self._of_ready = ("", "ready", *service_names)
+        self._server: grpc.aio.Server | None = None  # set by `start` where there is a second port
+
+    @classmethod
+    async def start(
+        cls, config: ServiceConfig, service_names: Sequence[str], server: grpc.aio.Server
+    ) -> _Health:
+        """Live and not ready; joins the service's server, which has not been started."""
+        probed = cls(service_names)
+        await probed.tell(ready=False)
+        health_pb2_grpc.add_HealthServicer_to_server(probed._servicer, server)
+        if config.health_port:
+            probed._server = grpc.aio.server(options=_SERVER_OPTIONS)
+            _bind(probed._server, config.host, config.health_port, "--health-port")
+            health_pb2_grpc.add_HealthServicer_to_server(probed._servicer, probed._server)
+            await probed._server.start()
+        return probed
+
+    async def tell(self, *, ready: bool, live: bool = True) -> None:
+        """Change what probes hear from now on."""
+        told = health_pb2.HealthCheckResponse
+        for name in self._of_ready:
+            await self._servicer.set(name, told.SERVING if ready else told.NOT_SERVING)
+        await self._servicer.set("live", told.SERVING if live else told.NOT_SERVING)
+
+    async def stop(self) -> None:
+        """End the second port."""
+        if self._server is not None:
+            await self._server.stop(grace=None)
 
 
 class _Registrar:
@@ -179,26 +224,14 @@ class _Gate(grpc.aio.ServerInterceptor):
         await context.abort(error.code, str(error), status_details(error))
 
 
-def _bind(server: grpc.aio.Server, config: ServiceConfig) -> int:
+def _bind(server: grpc.aio.Server, host: str, port: int, flag: str) -> int:
     try:
-        socket.getaddrinfo(config.host, None)
+        socket.getaddrinfo(host, None)
     except OSError as error:
-        raise ConfigurationError(f"{config.host} is no address here", field="--host") from error
+        raise ConfigurationError(f"{host} is no address here", field="--host") from error
     try:
-        return server.add_insecure_port(f"{config.host}:{config.port}")
+        return server.add_insecure_port(f"{host}:{port}")
     except RuntimeError as error:
         raise ConfigurationError(
-            f"{config.host}:{config.port} can't be bound; choose a free one", field="--port"
+            f"{host}:{port} can't be bound; choose a free one", field=flag
         ) from error
-
-
-async def _set_health(
-    healthy: health.aio.HealthServicer, names: Sequence[str], *, serving: bool
-) -> None:
-    status = (
-        health_pb2.HealthCheckResponse.SERVING
-        if serving
-        else health_pb2.HealthCheckResponse.NOT_SERVING
-    )
-    for name in names:
-        await healthy.set(name, status)

@@ -15,8 +15,8 @@ from draft_service.drafters.ngram import NgramDrafter
 
 def main() -> None:
     """Run the draft until it is told to stop."""
-    config = parse(DraftConfig)
-    prepare_process(config.cores, config.threads)
+    config = parse(DraftConfig, environ=os.environ)
+    prepare_process(config.cores, config.threads, config.named("cores"))
     make = {"ngram": make_ngram, "model": make_model}[config.drafter]
     tracing = telemetry.from_environment(config.name, os.environ)
     start = partial(servicer.start, config, partial(make, config), tracing)

@@ -28,3 +28,5 @@ class DraftConfig(ModelConfig, ServiceConfig):
     def __post_init__(self) -> None:
         if self.model and self.drafter != "model":
             raise ConfigurationError("needs --drafter model", field="--model")
+        if self.support < 1:
+            raise ConfigurationError(f"is {self.support}, must be 1 or more", field="--support")

@@ -22,8 +22,8 @@ def main() -> None:
     It serves once a target has connected, however long that loads. From then on it stays
     ready: without a target it answers UNAVAILABLE.
     """
-    config = parse(GatewayConfig)
-    pin_to_cores(config.cores)
+    config = parse(GatewayConfig, environ=os.environ)
+    pin_to_cores(config.cores, config.named("cores"))
     tracing = telemetry.from_environment(config.name, os.environ)
 
     async def start(server: grpc.aio.Server) -> Relay:

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Iterator, Sequence
+from collections.abc import Iterable, Iterator
 
 from common.errors import (
     ConfigurationError,
@@ -13,9 +13,10 @@ from common.errors import (
 from common.types import ModelInfo
 from gateway.fit import Served, check_fit, difference, fits
 from gateway.peer import Peer
+from gateway.roster import Roster
 from gateway.router import Candidate, Router, prefix_keys
 from gateway.session import Session
-from gateway.types import GenerationRequest, Standing
+from gateway.types import GenerationRequest, PeerKind, PeerStatus, Standing
 
 RETRY_SECONDS = 1.0
 
@@ -28,16 +29,46 @@ class Fleet:
     taken. When the last one is gone or drains, the name is free for another model.
     """
 
-    def __init__(self, targets: Sequence[Peer[Session]], drafts: Sequence[Peer[Session]]) -> None:
-        self.targets = tuple(targets)
-        self.drafts = tuple(drafts)
+    def __init__(self, targets: Roster, drafts: Roster) -> None:
+        self._targets = targets
+        self._drafts = drafts
         self._served: dict[str, Served] = {}  # by address: of the last connection there
+        self._left: dict[str, Served] = {}  # by entry: of its last target, which has left
         self._router = Router()
         self._draft_router = Router()
 
-    def peers(self) -> tuple[Peer[Session], ...]:
-        """Targets first."""
-        return self.targets + self.drafts
+    @property
+    def targets(self) -> tuple[Peer[Session], ...]:
+        """Those that there are now."""
+        return self._targets.peers
+
+    @property
+    def drafts(self) -> tuple[Peer[Session], ...]:
+        """Those that there are now."""
+        return self._drafts.peers
+
+    def status(self) -> tuple[PeerStatus, ...]:
+        """How things stand, targets first; entries that stand for no peer are told as well."""
+        told: list[PeerStatus] = []
+        for roster in (self._targets, self._drafts):
+            told += [peer.status() for peer in roster.peers]
+            told += roster.vacant()
+        return tuple(told)
+
+    def failing(self) -> dict[str, int]:
+        """How many names can't be looked up now, by kind of peer."""
+        return {"target": self._targets.num_failing, "draft": self._drafts.num_failing}
+
+    def remove(self, peer: Peer[Session]) -> None:
+        """A peer that was to leave has ended; what it served stays known until another comes."""
+        if peer.kind is PeerKind.DRAFT:
+            self._drafts.remove(peer)
+            return
+        self._targets.remove(peer)
+        served = self._served.pop(peer.address, None)
+        siblings = (t for t in self.targets if t.entry == peer.entry and self.at(t) is not None)
+        if served is not None and next(siblings, None) is None:
+            self._left[peer.entry] = served
 
     # -- what is served ----------------------------------------------------------------
 
@@ -47,14 +78,15 @@ class Fleet:
 
     def with_tokenizer(self, fingerprint: str) -> Served | None:
         """Something known that has this tokenizer."""
-        known = (s for s in self._served.values() if s.tokenizer.fingerprint == fingerprint)
+        known = (s for s in self._known() if s.tokenizer.fingerprint == fingerprint)
         return next(known, None)
 
     def learn(self, target: Peer[Session], served: Served) -> None:
         """A target has said what it serves; drafts that fit nothing any more are checked again."""
         before = self._served.get(target.address)
         self._served[target.address] = served
-        if before is None or before.model == served.model:
+        self._left.pop(target.entry, None)
+        if before is not None and before.model == served.model:
             return
         for draft in self.drafts:
             if draft.ready and not self._fits_any(draft.model):
@@ -71,7 +103,7 @@ class Fleet:
         Raises `NotFoundError`, `InvalidRequestError` if there are several to choose from, or
         `UnavailableError` if no target is there.
         """
-        known = dict.fromkeys(s.model.name for t in self.targets if (s := self.at(t)))
+        known = dict.fromkeys(s.model.name for s in self._known())
         if name and known and name not in known:
             told = ", ".join(f'"{other}"' for other in known)
             raise NotFoundError(f'"{name}" is not served; there is {told}', field="model")
@@ -82,7 +114,7 @@ class Fleet:
             if target.ready and name in ("", self._served[target.address].model.name):
                 return self._served[target.address]
         raise UnavailableError(
-            f"no target is ready: {_details(self.targets)}", retry_after_seconds=RETRY_SECONDS
+            f"no target is ready: {self._details()}", retry_after_seconds=RETRY_SECONDS
         )
 
     def check_target(
@@ -104,7 +136,7 @@ class Fleet:
     def check_draft(self, model: ModelInfo) -> None:
         """Raises `ConfigurationError` if a draft fits no target; there is one."""
         if not self._fits_any(model):
-            served = next(iter(self._served.values()))
+            served = self._known()[0]
             check_fit(model, served.model, served.tokenizer.num_ids)
 
     # -- who takes it ------------------------------------------------------------------
@@ -140,13 +172,13 @@ class Fleet:
         for target in self.targets:
             served = self.at(target)
             other = difference(served.model, request.model) if served and target.ready else ""
-            told.append(f"{target.address} {other}" if other else _details([target]))
-        return "; ".join(told)
+            told.append(f"{target.address} {other}" if other else _told(target))
+        return "; ".join([*told, *map(_told_vacant, self._targets.vacant())])
 
     def standings(self) -> Iterator[Standing]:
         """What there is for each model; without any, under an empty name."""
         served: dict[str, Served | None]
-        served = {s.model.name: s for s in list(self._served.values())} or {"": None}
+        served = {s.model.name: s for s in self._known()} or {"": None}
         for name, one in served.items():
             targets = [
                 t
@@ -157,7 +189,7 @@ class Fleet:
             yield Standing(
                 model=name,
                 num_targets=sum(t.ready for t in targets),
-                num_drafts=sum(d.ready for d in drafts) if self.drafts else None,
+                num_drafts=sum(d.ready for d in drafts) if self._drafts.configured else None,
                 target_round_trip_seconds=_farthest(targets),
                 draft_round_trip_seconds=_farthest(drafts),
             )
@@ -169,11 +201,22 @@ class Fleet:
         return not difference(served.model, session.request.model)
 
     def _fits_any(self, draft: ModelInfo | None) -> bool:
-        return any(fits(draft, served) for served in self._served.values())
+        return any(fits(draft, served) for served in self._known())
+
+    def _known(self) -> list[Served]:
+        """What targets serve or served last; safe in a scrape's thread."""
+        return [*list(self._served.values()), *list(self._left.values())]
+
+    def _details(self) -> str:
+        return "; ".join([*map(_told, self.targets), *map(_told_vacant, self._targets.vacant())])
 
 
-def _details(peers: Iterable[Peer[Session]]) -> str:
-    return "; ".join(f"{p.address}: {p.status().detail or 'is ready'}" for p in peers)
+def _told(peer: Peer[Session]) -> str:
+    return f"{peer.address}: {peer.detail or 'is ready'}"
+
+
+def _told_vacant(entry: PeerStatus) -> str:
+    return f"{entry.address}: {entry.detail}"
 
 
 def _farthest(peers: Iterable[Peer[Session]]) -> float | None:

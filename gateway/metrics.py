@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 from common.metrics import Metrics, Reading
 from gateway.records import RequestRecord
@@ -62,16 +62,22 @@ class GatewayMetrics:
             metrics.add("request_part_seconds_total", max(0.0, seconds), part)
 
     def watch(
-        self, standings: Callable[[], Iterable[Standing]], live: Callable[[], list[str]]
+        self,
+        standings: Callable[[], Iterable[Standing]],
+        live: Callable[[], list[str]],
+        failing: Callable[[], Mapping[str, int]],
     ) -> None:
         """Tell at each scrape how things stand; asked for in another thread.
 
-        live: the model of each live request. Called in the event loop.
+        live: the model of each live request. failing: by kind of peer, the names that can't be
+        looked up. Called in the event loop.
         """
         loop = asyncio.get_running_loop()
 
         def read() -> Iterator[Reading]:
             yield "event_loop_tasks", {}, float(len(asyncio.all_tasks(loop)))
+            for kind, num in failing().items():
+                yield "discovery_failing", {"peer": kind}, float(num)
             counts = Counter(live())
             for s in standings():
                 model = {"model": s.model}

@@ -28,6 +28,8 @@ HolderT = TypeVar("HolderT")
 HEARTBEAT_SECONDS = 2.0
 MIN_BACKOFF_SECONDS = 0.2
 MAX_BACKOFF_SECONDS = 2.0
+LEAVE_SECONDS = 2.0
+"""How long a peer that is to leave, and has nothing open, may take to end its stream."""
 
 
 @dataclass(frozen=True)
@@ -47,9 +49,11 @@ class Hooks(Generic[HolderT]):
     ready: Callable[[Peer[HolderT]], None]
     # Each reply in order; heartbeats are dealt with here.
     receive: Callable[[Peer[HolderT], Any], None]
-    draining: Callable[[Peer[HolderT], float], None]  # told how many seconds are left
+    # Nothing more is to be opened; told how many seconds are left, None: as many as it takes.
+    draining: Callable[[Peer[HolderT], float | None], None]
     # Told why, and what the peer held.
     lost: Callable[[Peer[HolderT], str, list[HolderT]], None]
+    left: Callable[[Peer[HolderT]], None]  # it was told to leave, and has ended
 
 
 class Peer(Generic[HolderT]):
@@ -59,11 +63,16 @@ class Peer(Generic[HolderT]):
     an empty one.
     """
 
-    def __init__(self, address: str, hooks: Hooks[HolderT], silence_seconds: float) -> None:
+    def __init__(
+        self, address: str, hooks: Hooks[HolderT], silence_seconds: float, entry: str = ""
+    ) -> None:
         self.address = address
-        self.state = PeerState.CONNECTING
+        self.entry = entry or address  # what it was configured by; kept by the roster
+        self.leaving = False  # nothing more is opened here, and it ends when nothing is open
         self.model: ModelInfo | None = None
         self.holders: dict[int, HolderT] = {}
+        self._state = PeerState.CONNECTING  # of the stream
+        self._ending = False  # it leaves, and nothing is open any more
         self._hooks = hooks
         self._silence_seconds = silence_seconds
         self._detail = "not connected yet"
@@ -79,6 +88,7 @@ class Peer(Generic[HolderT]):
     def start(self) -> None:
         """Begin to connect."""
         self._task = asyncio.get_running_loop().create_task(self._keep_connected())
+        self._task.add_done_callback(self._done)
 
     async def stop(self) -> None:
         """End the stream; what is open there is closed by the peer."""
@@ -90,15 +100,57 @@ class Peer(Generic[HolderT]):
         """End this stream and begin anew with the handshake."""
         self._outbox.close()
 
+    def leave(self) -> None:
+        """Open nothing more here, and end once nothing is open."""
+        self.leaving = True
+        if self._state is PeerState.READY:
+            self._hooks.draining(self, None)
+        self._end_if_over()
+
+    def stay(self) -> bool:
+        """Take back `leave`; returns whether that could be done.
+
+        It can't once the connection ends, nor while the peer would not be admitted any more.
+        """
+        if self._ending:
+            return False
+        if self._state is PeerState.READY:
+            try:
+                self._hooks.admit(self)
+            except ConfigurationError as error:
+                self._detail = f"finishes, then connects anew: {error}"
+                return False
+            self._detail = ""
+        self.leaving = False
+        if self._state is PeerState.READY:
+            self._hooks.ready(self)
+        return True
+
+    @property
+    def kind(self) -> PeerKind:
+        """Target or draft."""
+        return self._hooks.kind
+
+    @property
+    def state(self) -> PeerState:
+        """How things stand; one that leaves drains."""
+        leaves = self.leaving and self._state is PeerState.READY
+        return PeerState.DRAINING if leaves else self._state
+
+    @property
+    def detail(self) -> str:
+        """Why, in words; empty if it is ready."""
+        return self._detail or (f"gone from {self.entry}" if self.leaving else "")
+
     @property
     def ready(self) -> bool:
         """Whether sequences can be opened here."""
         return self.state is PeerState.READY
 
     @property
-    def stream(self) -> tuple[str, int]:
+    def stream(self) -> tuple[object, int]:
         """Names the present stream, among all peers and times."""
-        return self.address, self._num_streams
+        return self, self._num_streams
 
     @property
     def load(self) -> int:
@@ -107,11 +159,12 @@ class Peer(Generic[HolderT]):
 
     def status(self) -> PeerStatus:
         """How things stand."""
+        origin = f"from {self.entry}" if self.entry != self.address and not self.leaving else ""
         return PeerStatus(
             kind=self._hooks.kind,
             address=self.address,
             state=self.state,
-            detail=self._detail,
+            detail="; ".join(filter(None, (self.detail, origin))),
             model=self.model,
             engine=self._engine,
             round_trip_seconds=self._round_trip_seconds,
@@ -133,6 +186,29 @@ class Peer(Generic[HolderT]):
         """Close a sequence, unless it has ended."""
         if self.holders.pop(sequence_id, None) is not None:
             self.send(CloseSequence(sequence_id))
+            self._end_if_over()
+
+    def ended(self, sequence_id: int) -> None:
+        """The peer has ended a sequence."""
+        self.holders.pop(sequence_id, None)
+        self._end_if_over()
+
+    def _end_if_over(self) -> None:
+        """End the connection of a peer that leaves, if nothing is open there."""
+        if not self.leaving or self.holders or self._ending or self._task is None:
+            return
+        self._ending = True
+        if self._state in (PeerState.READY, PeerState.DRAINING):
+            self._outbox.close()  # what is queued is said; the stream ends, and with it the task
+            asyncio.get_running_loop().call_later(LEAVE_SECONDS, self._task.cancel)
+        else:
+            self._task.cancel()
+
+    def _done(self, task: asyncio.Task[None]) -> None:
+        if self.leaving:
+            self._state = PeerState.CONNECTING
+            self._hooks.lost(self, "it has left", [])
+            self._hooks.left(self)
 
     async def _keep_connected(self) -> None:
         backoff = MIN_BACKOFF_SECONDS
@@ -155,16 +231,20 @@ class Peer(Generic[HolderT]):
             except Exception:  # ours: without this stream, but not without the gateway
                 log.exception("fault on the stream with %s", self.address)
                 reason = "a fault of the gateway, see its log"
-            if self.state in (PeerState.READY, PeerState.DRAINING):
+            if self._state in (PeerState.READY, PeerState.DRAINING):
                 backoff = MIN_BACKOFF_SECONDS
+            if self._ending:
+                return
             self._lose(state, reason)
+            if self.leaving:
+                return
             await asyncio.sleep(backoff * random.uniform(0.5, 1.0))
             backoff = min(2 * backoff, MAX_BACKOFF_SECONDS)
 
     def _lose(self, state: PeerState, reason: str) -> None:
         if reason != self._detail:
             log.warning("%s at %s: %s", self._hooks.kind.name.lower(), self.address, reason)
-        self.state, self._detail = state, reason
+        self._state, self._detail = state, reason
         self._engine = self._round_trip_seconds = None
         self._num_others = 0
         self._outbox.close()
@@ -194,10 +274,10 @@ class Peer(Generic[HolderT]):
         stream = self._hooks.converse(channel, self._outbox.batches())
         try:
             async for replies in stream:
-                if self.state in (PeerState.CONNECTING, PeerState.MISMATCHED):
+                if self._state in (PeerState.CONNECTING, PeerState.MISMATCHED):
                     # The answer to the first heartbeat: the stream carries both ways.
                     self._hooks.admit(self)
-                    self.state, self._detail = PeerState.READY, ""
+                    self._state, self._detail = PeerState.READY, ""
                     self._heard_at = time.monotonic()
                     if not any(isinstance(reply, Draining) for reply in replies):
                         self._hooks.ready(self)
@@ -213,7 +293,7 @@ class Peer(Generic[HolderT]):
                 self._round_trip_seconds = time.monotonic() - sent_at
             return
         if isinstance(reply, Draining):
-            self.state = PeerState.DRAINING
+            self._state = PeerState.DRAINING
             self._detail = f"stops within {reply.grace_seconds:.0f} s"
             self._hooks.draining(self, reply.grace_seconds)
             return

@@ -8,7 +8,7 @@ from __future__ import annotations
 import asyncio
 import itertools
 import time
-from collections.abc import AsyncGenerator, AsyncIterator
+from collections.abc import AsyncGenerator, AsyncIterator, Sequence
 from dataclasses import replace
 from typing import Any
 
@@ -20,12 +20,15 @@ from common.errors import CapacityError, UnavailableError
 from common.metrics import Metrics
 from common.types import Commit, ModelInfo, Progress, Proposal, Refusal, Verdict
 from gateway.config import GatewayConfig
+from gateway.discovery import Entry, Lookup
 from gateway.failover import Failover
 from gateway.fit import Served, checked_tokenizer
 from gateway.fleet import RETRY_SECONDS, Fleet
 from gateway.metrics import GatewayMetrics
 from gateway.peer import Hooks, Peer
 from gateway.records import Journal, RequestRecord
+from gateway.resolver import Resolver
+from gateway.roster import Roster
 from gateway.session import Session
 from gateway.spans import RequestSpans
 from gateway.types import GenerationRequest, PeerKind, PeerStatus
@@ -37,12 +40,13 @@ class Relay:
     """All sessions of a gateway and the peers that serve them.
 
     Belongs to the event loop that it is made in; `failed` never ends, since there is no
-    engine here that could.
+    engine here that could. lookup: what looks names up; None: the name servers.
     """
 
-    def __init__(self, config: GatewayConfig) -> None:
+    def __init__(self, config: GatewayConfig, lookup: Lookup | None = None) -> None:
         self.failed: asyncio.Future[None] = asyncio.get_running_loop().create_future()
         self._config = config
+        self._lookup = lookup
         self.metrics = GatewayMetrics(Metrics(config.name, config.pool))
         self.journal = Journal()
         self._ids = itertools.count(1)  # sequence ids, new for every attempt
@@ -59,6 +63,7 @@ class Relay:
             receive=self._hear_target,
             draining=self._drain_target,
             lost=self._lose_target,
+            left=self._remove,
         )
         drafts = Hooks(
             kind=PeerKind.DRAFT,
@@ -69,19 +74,27 @@ class Relay:
             receive=self._hear_draft,
             draining=self._drain_draft,
             lost=self._lose_draft,
+            left=self._remove,
         )
-        silence = config.silence_seconds
-        self._fleet = Fleet(
-            [Peer(address, targets, silence) for address in config.targets],
-            [Peer(address, drafts, silence) for address in config.drafts],
+        self._rosters = (
+            self._roster(targets, config.target_entries),
+            self._roster(drafts, config.draft_entries),
         )
+        self._fleet = Fleet(*self._rosters)
         self._failover = Failover(self._fleet, config.failover_seconds, self._reopen)
-        self.metrics.watch(self._fleet.standings, self._live_of)
+        self.metrics.watch(self._fleet.standings, self._live_of, self._fleet.failing)
+
+    def _roster(self, hooks: Hooks[Session], entries: Sequence[Entry]) -> Roster:
+        silence = self._config.silence_seconds
+        return Roster(hooks.kind, entries, lambda address, e: Peer(address, hooks, silence, e))
 
     def start(self) -> None:
-        """Begin to connect."""
-        for peer in self._fleet.peers():
-            peer.start()
+        """Begin to look names up and to connect."""
+        entries = (*self._config.target_entries, *self._config.draft_entries)
+        if self._lookup is None and any(entry.name for entry in entries):
+            self._lookup = Resolver(self._config.nameserver).lookup
+        for roster in self._rosters:
+            roster.start(self._lookup, self._config.discovery_seconds)
 
     async def wait_for_target(self) -> None:
         """Return once a target has connected."""
@@ -97,8 +110,8 @@ class Relay:
         for session in list(self._sessions):
             self._failover.forget(session)
             session.fail(UnavailableError("the gateway stops", retry_after_seconds=RETRY_SECONDS))
-        for peer in self._fleet.peers():
-            await peer.stop()
+        for roster in self._rosters:
+            await roster.stop()
 
     def num_live(self) -> int:
         """How many requests are not finished."""
@@ -106,7 +119,7 @@ class Relay:
 
     def status(self) -> tuple[PeerStatus, ...]:
         """How things stand with the peers, targets first."""
-        return tuple(peer.status() for peer in self._fleet.peers())
+        return self._fleet.status()
 
     def models(self) -> tuple[ModelInfo, ...]:
         """What can be asked for now."""
@@ -115,7 +128,7 @@ class Relay:
     @property
     def max_lookahead(self) -> int:
         """How far a draft may be ahead; 0 without one."""
-        return self._config.lookahead if self._fleet.drafts else 0
+        return self._config.lookahead if self._config.drafts else 0
 
     def served(self, name: str) -> Served:
         """The model of that name, or the only one if the name is empty.
@@ -174,8 +187,12 @@ class Relay:
         record = self.record(session)
         self.metrics.ended(record)
         prompt = ""
-        if self._config.log_prompts and (served := self._fleet.at(session.last_target)) is not None:
-            prompt = served.tokenizer.decode(session.request.prompt)
+        if self._config.log_prompts:
+            fleet, model = self._fleet, session.request.model
+            served = fleet.at(session.last_target) or fleet.with_tokenizer(
+                model.tokenizer_fingerprint
+            )
+            prompt = served.tokenizer.decode(session.request.prompt) if served else ""
         self.journal.add(record, prompt)
 
     def refused(self) -> None:
@@ -188,7 +205,7 @@ class Relay:
         target, draft = session.last_target, session.last_draft
         return replace(
             session.record(),
-            has_draft=bool(self._fleet.drafts),
+            has_draft=bool(self._config.drafts),
             draft_round_trip_seconds=draft.status().round_trip_seconds if draft else None,
             target_round_trip_seconds=target.status().round_trip_seconds if target else None,
         )
@@ -196,6 +213,9 @@ class Relay:
     def _live_of(self) -> list[str]:
         """The model of each live request; asked for in another thread."""
         return [session.request.model.name for session in list(self._sessions)]
+
+    def _remove(self, peer: Peer[Session]) -> None:
+        self._fleet.remove(peer)
 
     def _reopen(self, session: Session, target: Peer[Session], reason: str) -> None:
         session.open_at(target, next(self._ids), reason)
@@ -251,12 +271,13 @@ class Relay:
             session.take_progress(reply)
             return
         if reply.ended:
-            del target.holders[reply.sequence_id]
+            target.ended(reply.sequence_id)
         if reply.error is None or not self._failover.refused(session, target, reply.error):
             session.take_verdict(reply)
 
-    def _drain_target(self, target: Peer[Session], grace_seconds: float) -> None:
-        self._failover.drain(target, grace_seconds)
+    def _drain_target(self, target: Peer[Session], grace_seconds: float | None) -> None:
+        if grace_seconds is not None:
+            self._failover.drain(target, grace_seconds)
 
     def _lose_target(self, target: Peer[Session], reason: str, held: list[Session]) -> None:
         self._failover.target_gone(target)
@@ -286,12 +307,12 @@ class Relay:
         if isinstance(reply, Proposal):
             session.take_proposal(reply)
             return
-        del draft.holders[reply.sequence_id]
+        draft.ended(reply.sequence_id)
         session.avoided.add(draft.stream)
         session.detach(message=reply.error.message)
         self._attach_again(session, "draft_refused")
 
-    def _drain_draft(self, draft: Peer[Session], grace_seconds: float) -> None:
+    def _drain_draft(self, draft: Peer[Session], grace_seconds: float | None) -> None:
         for session in list(draft.holders.values()):
             if self._fleet.draft_for(session) is not None:
                 session.detach()

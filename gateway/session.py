@@ -66,7 +66,7 @@ class Session:
         self.target_id = 0  # its sequence id there
         self.draft: Peer[Session] | None = None
         self.last_draft: Peer[Session] | None = None  # stays when it is detached
-        self.avoided: set[tuple[str, int]] = set()  # streams that refused it; the relay's
+        self.avoided: set[tuple[object, int]] = set()  # streams that refused it; the relay's
         self.num_moves = 0  # to other targets, or back to the same
         self.num_losses = 0  # of targets since the last token
         self.ended = False  # nothing more comes from the target

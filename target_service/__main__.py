@@ -9,8 +9,8 @@ from target_service.config import TargetConfig
 
 def main() -> None:
     """Run the target until it is told to stop."""
-    config = parse(TargetConfig)
-    prepare_process(config.cores, config.threads)
+    config = parse(TargetConfig, environ=os.environ)
+    prepare_process(config.cores, config.threads, config.named("cores"))
     from common import telemetry  # after the above: imports torch
     from common.service import run
     from target_service import servicer

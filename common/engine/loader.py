@@ -25,6 +25,7 @@ from transformers.utils import logging as transformers_logging
 
 from common import tokenizer
 from common.config import ModelConfig
+from common.engine import hub
 from common.engine.attention import CacheSpec, KVShape
 from common.engine.attention.reference import ReferenceAttention
 from common.engine.native import NativeModel, UnsupportedError
@@ -32,6 +33,7 @@ from common.engine.native.noise import best_noise
 from common.engine.noise import NOISE_VERSION, Noise
 from common.engine.paged_model import ATTENTION_NAME, LanguageModel, PagedModel
 from common.engine.probe import NUM_TOKENS, LayerCall, is_row_invariant, paged_logits, probe
+from common.engine.quantization import quantize_model
 from common.errors import ConfigurationError
 from common.types import ModelInfo
 
@@ -74,6 +76,8 @@ def load(config: ModelConfig) -> LoadedModel:
         )
     _refuse_holes(found, name)
     model = model.to(config.device).eval().requires_grad_(False)
+    if config.quantization != "none":
+        quantize_model(model, config.quantization)
     paged, num_blocks = build(model, config)
     files = tokenizer_files(folder)
     eos = _eos_token_ids(model)
@@ -81,7 +85,7 @@ def load(config: ModelConfig) -> LoadedModel:
         name=config.model_name or name,
         vocab_size=paged.vocab_size,
         tokenizer_fingerprint=tokenizer.fingerprint(files),
-        weights_fingerprint=_weights_fingerprint(folder, dtype),
+        weights_fingerprint=_weights_fingerprint(folder, f"{dtype} {config.quantization}"),
         noise_version=NOISE_VERSION,
         row_invariant=is_row_invariant(paged, config.block_size),
         eos_token_ids=eos,
@@ -108,10 +112,18 @@ def build(model: Any, config: ModelConfig) -> tuple[PagedModel | NativeModel, in
         raise ConfigurationError(
             f"is {num_tokens}, must be {NUM_TOKENS} or more", field="--num-kv-tokens"
         )
+    if config.backend == "torch" and config.quantization != "none":
+        raise ConfigurationError(
+            "needs the native step; leave out --backend torch", field="--quantization"
+        )
     if config.backend != "torch":
         try:
             return _native(model, expected, calls, num_blocks, config), num_blocks
         except UnsupportedError as error:
+            if config.quantization != "none":
+                raise ConfigurationError(
+                    f"needs the native step, which can't run here: {error}", field="--quantization"
+                ) from None
             if config.backend == "native":
                 raise ConfigurationError(
                     f"can't run natively: {error}", field="--backend"
@@ -152,6 +164,7 @@ def _native(
         block_size=config.block_size,
         num_threads=config.threads or torch.get_num_threads(),
         cache_dir=config.cache_dir,
+        batch_dependent=config.allow_batch_dependent,
     )
     difference, bound = _difference(native, expected, config.block_size)
     if not difference <= bound:
@@ -181,20 +194,7 @@ def resolve(config: ModelConfig) -> tuple[Path, str]:
         return _dequantised(path, config), path.stem
     if wanted.startswith((".", "/", "~")):
         raise ConfigurationError(f"there is no folder {wanted}", field="--model")
-    return _from_hub(wanted), wanted.rsplit("/", 1)[-1]
-
-
-def _from_hub(repo: str) -> Path:
-    from huggingface_hub import snapshot_download
-
-    patterns = ["*.json", "*.safetensors", "*.jinja", "*.model"]
-    try:
-        return Path(snapshot_download(repo, allow_patterns=patterns))
-    except Exception as error:  # the library raises whatever its transport raises
-        raise ConfigurationError(
-            f"{repo} is no folder here and could not be had from the hub ({error})",
-            field="--model",
-        ) from error
+    return hub.download(wanted, config.hub_token_file), wanted.rsplit("/", 1)[-1]
 
 
 def _dequantised(gguf: Path, config: ModelConfig) -> Path:
@@ -313,13 +313,13 @@ def _eos_token_ids(model: nn.Module) -> tuple[int, ...]:
     return tuple(int(t) for t in eos) if isinstance(eos, list | tuple) else (int(eos),)
 
 
-def _weights_fingerprint(folder: Path, dtype: torch.dtype) -> str:
-    """Hash of the dtype, the config, and of the weight files' names, sizes, first and last MiB.
+def _weights_fingerprint(folder: Path, form: str) -> str:
+    """Hash of the number format, the config and the weight files: name, size, first and last MiB.
 
     Reading every byte of a large model would take minutes; two models that differ nowhere in
     these are the same for all that training does.
     """
-    digest = hashlib.sha256(str(dtype).encode())
+    digest = hashlib.sha256(form.encode())
     digest.update((folder / "config.json").read_bytes())
     for path in sorted([*folder.glob("*.safetensors"), *folder.glob("*.bin")]):
         size = path.stat().st_size

@@ -15,7 +15,7 @@ import typer
 from rich.text import Text
 
 import common
-from common.config import MAX_PORT
+from common.settings import MAX_PORT
 from gateway.cli import demo as demonstration
 from gateway.cli import render
 from gateway.cli.chat import chat

@@ -16,6 +16,7 @@ from types import TracebackType
 from typing import Self
 
 from common.errors import ConfigurationError
+from common.settings import PREFIX
 
 log = logging.getLogger(__name__)
 _SERVES = re.compile(r" serves on (\S+)")
@@ -29,7 +30,9 @@ class StackError(Exception):
 class ServiceProcess:
     """One service, `python -m MODULE ARGS`, in its own process.
 
-    It hears no Ctrl-C of the terminal: whoever started it stops it.
+    It hears no Ctrl-C of the terminal: whoever started it stops it. `env` comes on top of this
+    process's environment without `TANDEM_*`: such a setting is meant for one service, and the
+    others would refuse it.
     """
 
     def __init__(
@@ -44,7 +47,7 @@ class ServiceProcess:
             stdout=subprocess.PIPE,
             text=True,
             env={"GRPC_VERBOSITY": "NONE"}
-            | os.environ
+            | {name: value for name, value in os.environ.items() if not name.startswith(PREFIX)}
             | {"OMP_WAIT_POLICY": "PASSIVE"}
             | dict(env or {}),
             start_new_session=True,
@@ -106,8 +109,8 @@ class LocalStack:
     """Targets, perhaps drafts, and a gateway; a context manager.
 
     `draft` is "ngram", "none" or a model to draft with. Services take free ports, the
-    gateway takes `port`. `env` comes on top of this process's environment. Entering waits
-    until all of them serve.
+    gateway takes `port`. `env` comes on top of this process's environment without `TANDEM_*`
+    (see `ServiceProcess`). Entering waits until all of them serve.
     """
 
     def __init__(
@@ -125,6 +128,8 @@ class LocalStack:
         env: Mapping[str, str] | None = None,
         start_timeout_seconds: float = 600.0,
     ) -> None:
+        if unused := sorted(name for name in os.environ if name.startswith(PREFIX)):
+            log.warning("%s: not used, this stack is set by flags", ", ".join(unused))
         cores, last_core = share_cores()
         self._timeout_seconds = start_timeout_seconds
         self._env = env

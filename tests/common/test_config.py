@@ -22,7 +22,7 @@ def test_a_port_out_of_range_is_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         parse(kind, [f"{flag}={port}"])
-    assert f"argument {flag}: is {port}, must be 0 to 65535" in capsys.readouterr().err
+    assert f'argument {flag}: is "{port}", must be 0 to 65535' in capsys.readouterr().err
     assert parse(kind, [f"{flag}=65535"]) != kind()
 
 

@@ -88,8 +88,10 @@ class FakePeer:
 
     def __init__(self, model: ModelInfo) -> None:
         self.model = model
+        self.host = "127.0.0.1"
         self.echoes = True
         self.num_streams = 0
+        self.num_open_streams = 0
         self.opens: list[OpenSequence] = []
         self.closes: list[int] = []
         self.outbox: Outbox[Any] = Outbox()
@@ -98,7 +100,7 @@ class FakePeer:
 
     @property
     def address(self) -> str:
-        return f"127.0.0.1:{self.port}"
+        return f"{self.host}:{self.port}"
 
     def say(self, *replies: Any) -> None:
         for reply in replies:
@@ -107,7 +109,7 @@ class FakePeer:
     async def start(self) -> None:
         self._server = grpc.aio.server(options=[("grpc.so_reuseport", 0)])
         self._add(self._server)
-        self.port = self._server.add_insecure_port(f"127.0.0.1:{self.port}")
+        self.port = self._server.add_insecure_port(self.address)
         await self._server.start()
 
     async def stop(self) -> None:
@@ -129,6 +131,7 @@ class FakePeer:
         outbox: Outbox[Any] = Outbox()
         self.outbox = outbox
         self.num_streams += 1
+        self.num_open_streams += 1
 
         async def read() -> None:
             async for request in requests:
@@ -148,6 +151,7 @@ class FakePeer:
             async for batch in outbox.batches():
                 yield batch
         finally:
+            self.num_open_streams -= 1
             reader.cancel()
             await asyncio.gather(reader, return_exceptions=True)
 

@@ -36,6 +36,9 @@ if "--fail" in sys.argv:
     sys.exit(3)
 if "--grpc" in sys.argv:
     print("stub serves on", os.environ.get("GRPC_VERBOSITY"), flush=True)
+if "--settings" in sys.argv:
+    names = sorted(name for name in os.environ if name.startswith("TANDEM_"))
+    print("stub serves on", ",".join(names) or "defaults", flush=True)
 signal.signal(signal.SIGTERM, lambda *_: sys.exit(0))
 print("stub serves on 127.0.0.1:9 after 0.0 s", flush=True)
 time.sleep(60)
@@ -85,6 +88,19 @@ def test_grpc_in_a_process_is_quiet_unless_asked(
         process = ServiceProcess(stub, ["--grpc"])
         assert process.wait_until_serving(20) == level
         process.kill()
+
+
+def test_settings_in_the_environment_are_handed_on_to_whom_they_are_meant_for_only(
+    stub: str, monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
+) -> None:
+    monkeypatch.setenv("TANDEM_LOOKAHEAD", "4")
+    monkeypatch.setenv("TANDEM_PORT", "7")
+    for env, told in ((None, "defaults"), ({"TANDEM_POOL": "blue"}, "TANDEM_POOL")):
+        process = ServiceProcess(stub, ["--settings"], env)
+        assert process.wait_until_serving(20) == told
+        process.kill()
+    LocalStack()
+    assert "TANDEM_LOOKAHEAD, TANDEM_PORT: not used, this stack is set by flags" in caplog.text
 
 
 def test_a_process_that_ends_early_is_reported(stub: str) -> None:

@@ -1,8 +1,10 @@
 """A decoder step in C++: all layers of a common pre-norm transformer in one call, bfloat16.
 
 Takes a loaded transformers model of the llama kind (llama, mistral, qwen2, qwen3, smollm) and
-packs its weights; see `kernels.cpp`. Anything else runs through its own modules (`PagedModel`).
-A row's logits are the same bits in any batch and with any number of threads.
+packs its weights, quantised ones too; see `kernels.cpp`. Anything else runs through its own modules
+(`PagedModel`).
+A row's logits are the same bits in any batch (unless that is given up for speed) and with any
+number of threads.
 """
 
 from __future__ import annotations
@@ -16,8 +18,9 @@ from torch import Tensor
 
 from common.engine.batch import RaggedBatch
 from common.engine.native.build import library
+from common.engine.native.packing import DEPTH, FORMATS, TILE, format_of, pack, weight_of
+from common.engine.native.pages import HugePages
 
-TILE, DEPTH = 16, 32  # as in kernels.cpp
 MAX_HEAD_DIM = 256
 
 
@@ -41,7 +44,7 @@ _Config = _struct(
     "_Config",
     **dict.fromkeys(("num_layers", "hidden", "num_heads", "num_kv_heads", "head_dim"), _int),
     **dict.fromkeys(("intermediate", "vocab", "block_size"), _int),
-    **dict.fromkeys(("num_threads", "use_amx"), _int),
+    **dict.fromkeys(("num_threads", "use_amx", "batch_dependent", "format", "head_format"), _int),
     **dict.fromkeys(("epsilon", "scale"), _float),
     **dict.fromkeys(("embedding", "lm_head", "final_norm", "cosines", "sines"), _pointer),
 )
@@ -51,17 +54,6 @@ _Batch = _struct(
     **dict.fromkeys(("token_ids", "positions", "slots", "query_start"), _pointer),
     **dict.fromkeys(("context_len", "block_table", "logit_rows", "logits"), _pointer),
 )
-
-
-def pack(weight: Tensor) -> Tensor:
-    """A weight [N, K] as tiles of 16 n by 32 k; N is padded with zeros, K must fit."""
-    n, k = weight.shape
-    if k % DEPTH:
-        raise UnsupportedError(f"a weight has {k} inputs, not a multiple of {DEPTH}")
-    padded = weight.new_zeros(-(-n // TILE) * TILE, k)
-    padded[:n] = weight
-    tiles = padded.view(-1, TILE, k // DEPTH, DEPTH // 2, 2).permute(0, 2, 3, 1, 4)
-    return tiles.to(torch.bfloat16).contiguous()
 
 
 class NativeModel:
@@ -82,6 +74,7 @@ class NativeModel:
         block_size: int,
         num_threads: int,
         cache_dir: str,
+        batch_dependent: bool = False,
         amx: bool = True,
     ) -> None:
         loaded, reason = library(cache_dir)
@@ -93,13 +86,17 @@ class NativeModel:
         self._library.tandem_destroy.argtypes = [_pointer]
         self.device = torch.device("cpu")
         self.uses_amx = amx and bool(self._library.tandem_request_amx())
-        self.features = ("native-amx" if self.uses_amx else "native-avx512",)
         config = model.config
         self.vocab_size = int(model.get_output_embeddings().weight.shape[0])
         self.context_len = int(config.max_position_embeddings)
+        self._memory = HugePages()
         self._kept: list[Tensor] = []  # what the C++ side points to
         self._pools: list[Tensor] = []  # of those keys and values, by block
         _check(model, block_size)
+        head = weight_of(model.get_output_embeddings())
+        kind = format_of(weight_of(model.model.layers[0].mlp.down_proj))
+        step = "native-amx" if self.uses_amx else "native-avx512"
+        self.features = (step,) if kind == "bfloat16" else (step, kind)
         head_dim = model.model.layers[0].self_attn.head_dim
         num_kv_heads = config.num_key_value_heads
         padded_dim = -(-head_dim // DEPTH) * DEPTH
@@ -119,10 +116,13 @@ class NativeModel:
             block_size=block_size,
             num_threads=num_threads,
             use_amx=self.uses_amx,
+            batch_dependent=batch_dependent,
+            format=FORMATS.index(kind),
+            head_format=FORMATS.index(format_of(head)),
             epsilon=config.rms_norm_eps,
             scale=model.model.layers[0].self_attn.scaling,
             embedding=self._keep(model.get_input_embeddings().weight.to(torch.bfloat16)),
-            lm_head=self._keep(pack(model.get_output_embeddings().weight)),
+            lm_head=self._keep(pack(head)),
             final_norm=self._keep(model.model.norm.weight.float()),
             cosines=self._keep(cosines),
             sines=self._keep(sines),
@@ -164,14 +164,13 @@ class NativeModel:
 
     def _pool(self, num_blocks: int, size: int) -> int | None:
         """Keys or values of one layer, a block's in one piece: sixteen slots of each KV head."""
-        pool = torch.zeros(num_blocks, size, dtype=torch.bfloat16)
-        self._pools.append(pool)
-        return self._keep(pool)
+        self._pools.append(self._memory.zeros(num_blocks, size, dtype=torch.bfloat16))
+        return self._pools[-1].data_ptr()
 
     def _keep(self, tensor: Tensor | None) -> int | None:
         if tensor is None:
             return None
-        self._kept.append(tensor.detach().contiguous())
+        self._kept.append(self._memory.copy(tensor.detach()))
         return self._kept[-1].data_ptr()
 
     def _layer(self, layer: Any, window: int, num_blocks: int, block_len: int) -> Any:
@@ -181,17 +180,17 @@ class NativeModel:
         if projections[0].bias is not None:
             bias = torch.cat([p.bias for p in projections]).float()
         # Gate and up take turns, so that a thread has both of what it multiplies.
-        gate_up = torch.stack([pack(mlp.gate_proj.weight), pack(mlp.up_proj.weight)], dim=1)
+        gate_up = torch.stack([pack(weight_of(m)) for m in (mlp.gate_proj, mlp.up_proj)], dim=1)
 
         def norm(name: str) -> int | None:
             module = getattr(attention, name, None)
             return self._keep(module.weight.float() if module is not None else None)
 
         return _Layer(
-            qkv=self._keep(pack(torch.cat([p.weight for p in projections]))),
-            out=self._keep(pack(attention.o_proj.weight)),
+            qkv=self._keep(pack(weight_of(*projections))),
+            out=self._keep(pack(weight_of(attention.o_proj))),
             gate_up=self._keep(gate_up),
-            down=self._keep(pack(mlp.down_proj.weight)),
+            down=self._keep(pack(weight_of(mlp.down_proj))),
             input_norm=self._keep(layer.input_layernorm.weight.float()),
             post_norm=self._keep(layer.post_attention_layernorm.weight.float()),
             qkv_bias=self._keep(bias),
@@ -224,7 +223,8 @@ def _check(model: Any, block_size: int) -> None:
         raise UnsupportedError(f"blocks of {block_size} slots or heads of {head_dim} don't fit")
     if config.num_attention_heads // config.num_key_value_heads > TILE:
         raise UnsupportedError("too many query heads read one KV head")
-    if config.hidden_size % DEPTH or config.intermediate_size % DEPTH:
+    attended = config.num_attention_heads * head_dim
+    if any(n % DEPTH for n in (config.hidden_size, config.intermediate_size, attended)):
         raise UnsupportedError(f"its widths are no multiples of {DEPTH}")
 
 
