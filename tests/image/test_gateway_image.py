@@ -69,7 +69,11 @@ def test_every_module_and_page_of_ours_is_in_the_package(gateway_image: Place) -
     wanted = set()
     for room in rooms:
         top = ROOT / "protos" if room == "tandem" else ROOT
-        files = [x for x in (top / room).rglob("*") if x.suffix in {".py", ".cpp", ".h", ".js", ".css", ".html"}]
+        files = [
+            x
+            for x in (top / room).rglob("*")
+            if x.suffix in {".py", ".cpp", ".h", ".js", ".css", ".html"}
+        ]
         wanted |= {str(x.relative_to(top)) for x in files}
     assert len(wanted) > 100
     installed = packages(gateway_image)
