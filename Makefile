@@ -10,7 +10,7 @@ TORCH ?= cpu
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
 
-.PHONY: help install demo test test-all chart chart-docs check proto bench-throughput bench-goodput bench-tracing clean
+.PHONY: help install demo test test-all chart chart-docs check proto lock bench-throughput bench-goodput bench-tracing clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 20
@@ -55,6 +55,9 @@ check: install  ## lint, types, import rules, wire contract
 
 proto: install  ## generate code from protos/
 	PATH="$(CURDIR)/$(BIN):$$PATH" .ci/proto protos
+
+lock: install  ## make the images' lock files after a change of dependencies (asks PyPI)
+	PATH="$(CURDIR)/$(BIN):$$PATH" requirements/lock.sh
 
 bench-throughput: install  ## tokens per second, drafted and undrafted, next to transformers
 	$(BIN)/python -m tests.benchmarks.throughput

@@ -15,8 +15,8 @@ from typing import Any
 import jinja2
 import tokenizers
 from tokenizers.decoders import DecodeStream
-from transformers.utils.chat_template_utils import render_jinja_template
 
+from common.chat_template import ChatTemplate
 from common.errors import ConfigurationError, InvalidRequestError
 from common.types import Tokens
 
@@ -100,17 +100,17 @@ class Tokenizer:
                 "this model has no chat template; send text instead", field="chat"
             )
         try:
-            rendered: Any = render_jinja_template(
-                [[dict(message) for message in messages]],
-                chat_template=self._template,
-                add_generation_prompt=True,
-                **self._special_tokens,
-            )
+            text = self._compiled.render(messages, self._special_tokens)
         except jinja2.TemplateError as error:
             raise InvalidRequestError(
                 f"is refused by the model's chat template: {error}", field="chat"
             ) from error
-        return tuple(self._backend.encode(rendered[0][0], add_special_tokens=False).ids)
+        return tuple(self._backend.encode(text, add_special_tokens=False).ids)
+
+    @cached_property
+    def _compiled(self) -> ChatTemplate:
+        assert self._template is not None
+        return ChatTemplate(self._template)
 
     def decode(self, token_ids: Sequence[int]) -> str:
         """The text of ids; special tokens have none."""

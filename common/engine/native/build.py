@@ -36,8 +36,9 @@ def library(cache_dir: str) -> tuple[ctypes.CDLL | None, str]:
     """The compiled kernels, or None and why there are none."""
     if missing := NEEDED - processor_flags():
         return None, f"the processor lacks {', '.join(sorted(missing))}"
-    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:12]
-    path = Path(cache_dir).expanduser() / "native" / f"kernels-{digest}.so"
+    path = _beside()
+    if not path.exists():
+        path = Path(cache_dir).expanduser() / "native" / path.name
     if not path.exists():
         compiler = shutil.which("g++") or shutil.which("clang++")
         if compiler is None:
@@ -46,6 +47,29 @@ def library(cache_dir: str) -> tuple[ctypes.CDLL | None, str]:
         if error:
             return None, f"{Path(compiler).name} could not compile the kernels: {error}"
     return ctypes.CDLL(str(path)), ""
+
+
+def prebuild() -> str:
+    """Compile into the folder of the source, where `library` looks first; returns what came of it.
+
+    For images: nothing is compiled where they run, and a volume may hide what was in the cache.
+    This machine's processor need not be able to run it. Raises `OSError` if it can't be compiled.
+    """
+    if platform.machine() != "x86_64":
+        return f"not compiled: there are no kernels for {platform.machine()}"
+    compiler = shutil.which("g++") or shutil.which("clang++")
+    if compiler is None:
+        raise OSError("there is no C++ compiler (g++ or clang++)")
+    if error := _compile(compiler, _beside()):
+        raise OSError(f"{Path(compiler).name} could not compile the kernels: {error}")
+    os.chmod(_beside(), 0o755)  # another user loads it
+    return f"compiled into {_beside()}"
+
+
+def _beside() -> Path:
+    """Where an image has the library of this source and these flags."""
+    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:12]
+    return SOURCE.with_name(f"kernels-{digest}.so")
 
 
 def _compile(compiler: str, path: Path) -> str:

@@ -1,0 +1,64 @@
+"""Where the compiled kernels are looked for."""
+
+from __future__ import annotations
+
+import platform
+import shutil
+from pathlib import Path
+
+import pytest
+
+from common.engine.native import build
+
+pytestmark = pytest.mark.skipif(
+    platform.machine() != "x86_64" or not shutil.which("g++"), reason="needs g++ on x86_64"
+)
+
+
+@pytest.fixture
+def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """An installed package's folder with the source alone; the processor can do everything."""
+    folder = tmp_path / "package"
+    folder.mkdir()
+    shutil.copy(build.SOURCE, folder)
+    monkeypatch.setattr(build, "SOURCE", folder / build.SOURCE.name)
+    monkeypatch.setattr(build, "processor_flags", lambda: build.NEEDED)
+    return folder
+
+
+def test_an_image_brings_its_kernels_along(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    assert "compiled into" in build.prebuild()
+    (compiled,) = package.glob("*.so")
+    assert compiled.stat().st_mode & 0o055 == 0o055  # another user's, on a read-only root
+    monkeypatch.setenv("PATH", "")  # no compiler where the image runs
+    cache = tmp_path / "cache"
+    loaded, reason = build.library(str(cache))
+    assert (loaded._name if loaded else None, reason) == (str(compiled), "")
+    assert not cache.exists()
+
+
+def test_kernels_of_another_source_are_not_taken(
+    package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.prebuild()
+    build.SOURCE.write_text(build.SOURCE.read_text() + "\n// changed\n")
+    monkeypatch.setenv("PATH", "")
+    loaded, reason = build.library(str(tmp_path / "cache"))
+    assert loaded is None
+    assert "no C++ compiler" in reason
+
+
+def test_building_an_image_fails_where_nothing_can_be_compiled(
+    package: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    build.SOURCE.write_text("int broken(")
+    with pytest.raises(OSError, match="could not compile"):
+        build.prebuild()
+    monkeypatch.setenv("PATH", "")
+    with pytest.raises(OSError, match="no C\\+\\+ compiler"):
+        build.prebuild()
+    assert not list(package.glob("*.so"))
+    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
+    assert "not compiled" in build.prebuild()
