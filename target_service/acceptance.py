@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from common.engine.noise import Domain, Noise, NoiseKeys
-from common.engine.sampling import index_on, likeliest
+from common.engine.sampling import index_on
 from common.types import BoolArray, IntArray, Rule, SparseDist
 
 NO_DRAFT = -1
@@ -59,21 +59,16 @@ def accept(log_p: Tensor, runs: DraftRuns, noise: Noise) -> Accepted:
 
     Greedy rows may hold any increasing function of p, coupled ones log p up to a constant.
     """
-    num_rows = np.diff(runs.row_start)
-
-    def rows_under(rule: Rule) -> IntArray:
-        return np.flatnonzero(np.repeat([r is rule for r in runs.rules], num_rows))
-
-    tokens, usable = _own(log_p, rows_under(Rule.GREEDY), rows_under(Rule.COUPLED), runs, noise)
+    greedy, coupled, rejection = _rows_by_rule(runs)
+    tokens, usable = _own(log_p, greedy, coupled, runs, noise)
     kept = (tokens == runs.draft) & (runs.draft != NO_DRAFT)
-    rejection = rows_under(Rule.REJECTION)
     tested = rejection[runs.draft[rejection] != NO_DRAFT]
     if tested.size:
         kept[tested] = _passes(log_p, tested, runs, noise)
         tokens[tested] = runs.draft[tested]
 
     last = _deciding_rows(kept, runs.row_start)
-    resampled = np.intersect1d(last[~kept[last]], rejection)
+    resampled = last[~kept[last] & np.isin(last, rejection)] if rejection.size else rejection
     if resampled.size:
         log_w = _log_residual(log_p, resampled, runs)
         drawn = noise.choose(runs.keys[resampled], Domain.RESIDUAL, log_w)
@@ -91,6 +86,13 @@ def accept(log_p: Tensor, runs: DraftRuns, noise: Noise) -> Accepted:
     )
 
 
+def _rows_by_rule(runs: DraftRuns) -> list[IntArray]:
+    """Rows under GREEDY, COUPLED and REJECTION."""
+    order = [Rule.GREEDY, Rule.COUPLED, Rule.REJECTION]
+    rules = np.repeat([order.index(r) for r in runs.rules], np.diff(runs.row_start))
+    return [np.flatnonzero(rules == i) for i in range(len(order))]
+
+
 def _own(
     log_p: Tensor, greedy: IntArray, coupled: IntArray, runs: DraftRuns, noise: Noise
 ) -> tuple[IntArray, BoolArray]:
@@ -100,16 +102,19 @@ def _own(
     """
     num_rows = len(log_p)
     if greedy.size == num_rows:
-        own = likeliest(log_p)
+        own = noise.likeliest(log_p)
     elif coupled.size == num_rows:
         own = noise.choose(runs.keys, Domain.TOKEN, log_p)
     else:
         own = torch.zeros(num_rows, dtype=torch.int64, device=log_p.device)
         if greedy.size:
-            own[index_on(greedy, own)] = likeliest(log_p[index_on(greedy, log_p)])
+            own[index_on(greedy, own)] = noise.likeliest(log_p[index_on(greedy, log_p)])
         if coupled.size:
             log_w = log_p[index_on(coupled, log_p)]
             own[index_on(coupled, own)] = noise.choose(runs.keys[coupled], Domain.TOKEN, log_w)
+    if log_p.device.type == "cpu":
+        tokens = own.numpy()
+        return tokens, _finite(log_p, np.arange(num_rows), tokens)
     finite = torch.isfinite(log_p.gather(1, own.unsqueeze(1)).squeeze(1))
     tokens, usable = torch.stack((own, finite.long())).cpu().numpy()
     return tokens, usable.astype(bool)
@@ -117,8 +122,10 @@ def _own(
 
 def _finite(log_p: Tensor, rows: IntArray, tokens: IntArray) -> BoolArray:
     """Whether log p of these rows' tokens is a number. [N], [N] -> [N]"""
-    chosen = log_p[index_on(rows, log_p), index_on(tokens, log_p)]
-    finite: BoolArray = torch.isfinite(chosen).cpu().numpy()
+    if log_p.device.type == "cpu":
+        finite: BoolArray = np.isfinite(log_p.numpy()[rows, tokens])
+    else:
+        finite = torch.isfinite(log_p[index_on(rows, log_p), index_on(tokens, log_p)]).cpu().numpy()
     return finite
 
 

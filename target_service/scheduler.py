@@ -36,11 +36,10 @@ class Work:
     seq: Sequence
     num_committed: int  # rows of committed tokens that are not in the cache yet
     run: list[Draft] = field(default_factory=list)  # drafted rows to verify after them
+    decides: bool = field(init=False)  # whether the rows reach the end of the sequence
 
-    @property
-    def decides(self) -> bool:
-        """Whether the rows reach the end of the sequence."""
-        return self.num_committed == self.seq.num_missing
+    def __post_init__(self) -> None:
+        self.decides = self.num_committed == self.seq.num_missing
 
     @property
     def num_rows(self) -> int:

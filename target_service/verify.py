@@ -19,7 +19,7 @@ from common.engine.batch import RaggedBatch, Span, pack
 from common.engine.block_manager import BlockManager
 from common.engine.noise import Noise, NoiseKeys
 from common.engine.sampling import RowParams, log_probs, widened
-from common.types import BoolArray
+from common.types import BoolArray, IntArray
 from target_service.acceptance import NO_DRAFT, DraftRuns, accept
 from target_service.logprobs import Logprobs, logprobs_of
 from target_service.scheduler import Work
@@ -65,14 +65,17 @@ def decide(plan: Many[Work], logits: Tensor, noise: Noise) -> list[Decision]:
     params = [w.seq.params for w in deciding]
     log_p = log_probs(x, RowParams.of(params, np.diff(runs.row_start)))
     accepted = accept(log_p, runs, noise)
-    num_usable = _leading_usable(~accepted.usable, runs)
+    nums = np.minimum(
+        np.stack([accepted.num_emitted, accepted.num_tested, accepted.num_accepted]),
+        _leading_usable(~accepted.usable, runs),
+    )
+    firsts, tokens = runs.row_start.tolist(), accepted.tokens.tolist()
     decisions = []
-    for i, work in enumerate(deciding):
-        first = int(runs.row_start[i])
-        num = min(int(accepted.num_emitted[i]), num_usable[i])
-        emitted: list[int] = accepted.tokens[first : first + num].tolist()
-        tested = [d for d in drafts[i][: min(int(accepted.num_tested[i]), num)] if d]
-        num_accepted = min(int(accepted.num_accepted[i]), num)
+    for i, (work, (num, num_tested, num_accepted)) in enumerate(
+        zip(deciding, nums.T.tolist(), strict=True)
+    ):
+        emitted: list[int] = tokens[firsts[i] : firsts[i] + num]
+        tested = [d for d in drafts[i][:num_tested] if d]
         logprobs = Logprobs()
         if i in raw and emitted:
             logprobs = logprobs_of(raw[i][:num], emitted, params[i].num_logprobs or 0)
@@ -111,7 +114,13 @@ def _draft_runs(deciding: Many[Work], drafts: list[Draft | None]) -> DraftRuns:
     )
 
 
-def _leading_usable(unusable: BoolArray, runs: DraftRuns) -> list[int]:
+def _leading_usable(unusable: BoolArray, runs: DraftRuns) -> IntArray:
     """Rows of each sequence before its first one without numbers. [S]"""
-    bounds = zip(runs.row_start[:-1], runs.row_start[1:], strict=True)
-    return [int(np.argmax(unusable[a:b])) if unusable[a:b].any() else int(b - a) for a, b in bounds]
+    num_rows = np.diff(runs.row_start)
+    if not unusable.any():
+        return num_rows
+    bounds = zip(runs.row_start[:-1], num_rows, strict=True)
+    found = [
+        int(np.argmax(unusable[a : a + n])) if unusable[a : a + n].any() else n for a, n in bounds
+    ]
+    return np.array(found, np.int64)

@@ -22,6 +22,7 @@ import torch
 from torch import Tensor
 
 from common.engine.noise import Domain, NoiseKeys
+from common.engine.sampling import likeliest
 
 T = TypeVar("T")
 Polygon = list[tuple[float, float]]  # corners in order, coordinates (E_0, E_1)
@@ -93,6 +94,9 @@ class EnumeratingNoise:
             winners.append(self._chooser.pick([a / sum(areas) for a in areas]))
             self._gumbels[key] = parts[winners[-1]]
         return torch.tensor(winners)
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        return likeliest(x)
 
 
 def _rows(keys: NoiseKeys) -> list[tuple[int, int]]:

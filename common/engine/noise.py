@@ -18,6 +18,7 @@ import numpy.typing as npt
 import torch
 from torch import Tensor
 
+from common.engine.sampling import likeliest
 from common.seeds import GAMMA, MIX_1, MIX_2
 from common.types import IntArray
 
@@ -47,13 +48,16 @@ class NoiseKeys:
 
 
 class Noise(Protocol):
-    """The two random decisions there are; tests put an enumerating one in its place."""
+    """The random decisions there are; tests put an enumerating one in its place."""
 
     def keep(self, keys: NoiseKeys, p: Tensor, q: Tensor) -> Tensor:
         """Whether min(1, p/q) >= r, as r * q < p so that p = 0 never passes. [N] bool."""
 
     def choose(self, keys: NoiseKeys, domain: Domain, log_w: Tensor) -> Tensor:
         """One index a row with probability proportional to exp(log_w). [N, V] -> [N] int64."""
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        """The choice without noise: where a row is largest, the lowest of equals. [N, V] -> [N]"""
 
 
 CHUNK, DEVICE_CHUNK = 1 << 16, 1 << 24
@@ -79,6 +83,10 @@ class GumbelNoise:
             for some, w in zip(torch.split(streams, num), torch.split(log_w, num), strict=True)
         ]
         return torch.cat(chosen)
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        """See `Noise`."""
+        return likeliest(x)
 
 
 def stream_keys(keys: NoiseKeys, domain: Domain) -> Tensor:

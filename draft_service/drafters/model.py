@@ -15,7 +15,6 @@ from common.engine.noise import Domain, GumbelNoise, Noise, NoiseKeys
 from common.engine.paged_model import LanguageModel
 from common.engine.sampling import (
     RowParams,
-    likeliest,
     log_probs,
     sparsify,
     unusable_rows,
@@ -221,7 +220,7 @@ class ModelDrafter:
             return np.flatnonzero([p.rule is rule for p in params])
 
         if (greedy := rows_under(Rule.GREEDY)).size:
-            tokens[greedy] = likeliest(log_q[torch.from_numpy(greedy)]).cpu().numpy()
+            tokens[greedy] = self._noise.likeliest(log_q[torch.from_numpy(greedy)]).cpu().numpy()
         if (coupled := rows_under(Rule.COUPLED)).size:
             chosen = log_q[torch.from_numpy(coupled)]
             tokens[coupled] = self._noise.choose(keys[coupled], Domain.TOKEN, chosen).cpu().numpy()

@@ -11,6 +11,7 @@ import torch
 from torch import Tensor
 
 from common.engine.noise import Domain, NoiseKeys
+from common.engine.sampling import likeliest
 from common.types import Rule, SparseDist
 from target_service.acceptance import NO_DRAFT, DraftRuns, accept
 
@@ -44,6 +45,9 @@ class ScriptedNoise:
             assert row[x] > 0
             self.weights[i] = (row / row.sum()).tolist()
         return torch.tensor(chosen)
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        return likeliest(x)
 
 
 @dataclass(frozen=True)

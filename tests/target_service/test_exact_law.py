@@ -256,6 +256,9 @@ def test_shared_noise_under_rejection_is_seen() -> None:
         def choose(self, keys: NoiseKeys, domain: Domain, log_w: torch.Tensor) -> torch.Tensor:
             return self._noise.choose(keys, Domain.RESIDUAL, log_w)
 
+        def likeliest(self, x: torch.Tensor) -> torch.Tensor:
+            return self._noise.likeliest(x)
+
     script, params = Script([0], [2]), _params(Rule.REJECTION)
     honest = _error(_sum(script, params, DRAFTS["good"]).law, _expected())
     leaky = _error(_sum(script, params, DRAFTS["good"], Leaky).law, _expected())

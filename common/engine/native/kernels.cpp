@@ -92,7 +92,7 @@ inline void store_bf16(bf16 *p, __m512 x) {
 }
 
 // The first n of 16 lanes.
-inline __mmask16 lanes(int64_t n) { return n >= 16 ? 0xffff : (1u << n) - 1; }
+inline __mmask16 lanes(int64_t n) { return n >= 16 ? 0xffff : n <= 0 ? 0 : (1u << n) - 1; }
 
 // The first n of 16 numbers, the rest 0.
 inline __m256i round_bf16(const float *p, int64_t n) {
@@ -865,13 +865,26 @@ inline double gumbel(uint64_t bits) { return -std::log(-std::log((bits + 0.5) * 
 
 // The first of the largest numbers, or the first NaN.
 int64_t largest(const float *x, int64_t n) {
-  __m512 top = _mm512_set1_ps(-INFINITY);
+  __m512 top[4];
+  for (auto &t : top) t = _mm512_set1_ps(-INFINITY);
+  __mmask16 nan = 0;
+  for (int64_t i = 0; i < n; i += 64)
+    for (int j = 0; j < 4; ++j) {
+      const int64_t at = i + j * 16;
+      const __m512 v = _mm512_mask_loadu_ps(top[j], lanes(n - at), x + at);
+      nan |= _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q);
+      top[j] = _mm512_max_ps(top[j], v);
+    }
+  const float highest = _mm512_reduce_max_ps(
+      _mm512_max_ps(_mm512_max_ps(top[0], top[1]), _mm512_max_ps(top[2], top[3])));
+  const __m512 wanted = _mm512_set1_ps(highest);
   for (int64_t i = 0; i < n; i += 16) {
-    const __m512 w = _mm512_mask_loadu_ps(top, lanes(n - i), x + i);
-    if (__mmask16 nan = _mm512_cmp_ps_mask(w, w, _CMP_UNORD_Q)) return i + __builtin_ctz(nan);
-    top = _mm512_max_ps(top, w);
+    const __m512 v = _mm512_maskz_loadu_ps(lanes(n - i), x + i);
+    const __mmask16 found = nan ? _mm512_cmp_ps_mask(v, v, _CMP_UNORD_Q)
+                                : _mm512_cmp_ps_mask(v, wanted, _CMP_EQ_OQ) & lanes(n - i);
+    if (found) return i + __builtin_ctz(found);
   }
-  return std::find(x, x + n, _mm512_reduce_max_ps(top)) - x;
+  return 0;
 }
 
 // (1 - u) * kSlack of the next eight numbers of a stream that begins at z.

@@ -20,13 +20,24 @@ class NativeNoise(GumbelNoise):
 
     def choose(self, keys: NoiseKeys, domain: Domain, log_w: Tensor) -> Tensor:
         """See `Noise`."""
-        if log_w.dtype != torch.float32 or log_w.device.type != "cpu":
+        if not _fits(log_w):
             return super().choose(keys, domain, log_w)
-        weights, streams = log_w.contiguous(), stream_keys(keys, domain)
-        chosen = torch.empty(len(streams), dtype=torch.int64)
-        numbers = (*weights.shape, torch.get_num_threads())
-        self._choose(streams.data_ptr(), weights.data_ptr(), *numbers, chosen.data_ptr())
+        return self._run(stream_keys(keys, domain), log_w)
+
+    def likeliest(self, x: Tensor) -> Tensor:
+        """See `Noise`."""
+        return self._run(None, x) if _fits(x) else super().likeliest(x)
+
+    def _run(self, streams: Tensor | None, rows: Tensor) -> Tensor:
+        rows, told = rows.contiguous(), None if streams is None else streams.data_ptr()
+        chosen = torch.empty(len(rows), dtype=torch.int64)
+        threads = torch.get_num_threads()
+        self._choose(told, rows.data_ptr(), *rows.shape, threads, chosen.data_ptr())
         return chosen
+
+
+def _fits(rows: Tensor) -> bool:
+    return rows.dtype == torch.float32 and rows.device.type == "cpu"
 
 
 def best_noise(cache_dir: str) -> GumbelNoise:
