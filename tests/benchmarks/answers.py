@@ -4,16 +4,13 @@ from __future__ import annotations
 
 import asyncio
 import itertools
-import os
 import time
 from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any
 
-from gateway.cli.processes import LocalStack
 from gateway.client import AsyncClient, Generation, Options
 
-DTYPE = "bfloat16"
 Prompts = Sequence[Sequence[int]]
 _salts = itertools.count()
 
@@ -30,23 +27,6 @@ class Answer:
     def rate(self) -> float:
         """Tokens per second."""
         return sum(map(len, self.token_ids)) / self.seconds
-
-
-def two_cores() -> str:
-    """The cores that every contender has."""
-    return ",".join(map(str, sorted(os.sched_getaffinity(0))[:2]))
-
-
-def shared_stack(threads: int = 2, draft: str = "ngram", args: Sequence[str] = ()) -> LocalStack:
-    """Target, draft and gateway together on the same two cores that a peer has."""
-    cores = f"--cores={two_cores()}"
-    return LocalStack(
-        draft=draft,
-        dtype=DTYPE,
-        target_args=[cores, f"--threads={threads}", *args],
-        draft_args=[cores],
-        gateway_args=[cores],
-    )
 
 
 def generations(

