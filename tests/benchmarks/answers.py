@@ -36,7 +36,7 @@ def generations(
 
     Greedy if not told otherwise. Every call has a cache of its own: no prompt is read already.
     """
-    defaults = {"temperature": 0.0, "cache_salt": f"call {next(_salts)}"}
+    defaults: dict[str, Any] = {"temperature": 0.0, "cache_salt": f"call {next(_salts)}"}
     asked = Options(max_tokens=num_tokens, ignore_eos=True, **(defaults | options))
 
     async def main() -> tuple[float, list[Generation]]:
@@ -45,8 +45,7 @@ def generations(
             began = time.perf_counter()
             calls = [
                 client.generate(p, asked, seed=s)
-                for p, s in itertools.zip_longest(prompts, seeds, fillvalue=None)
-                if p is not None
+                for p, s in zip(prompts, seeds or [None] * len(prompts), strict=True)
             ]
             answers = await asyncio.gather(*calls)
             return time.perf_counter() - began, list(answers)

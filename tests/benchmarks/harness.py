@@ -11,7 +11,7 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
@@ -66,7 +66,7 @@ def spread(values: Sequence[float], form: str = ".2f") -> str:
 
 
 def interleave(
-    contenders: dict[str, Callable[[], float]], num_rounds: int
+    contenders: Mapping[str, Callable[[], float]], num_rounds: int
 ) -> dict[str, list[float]]:
     """Run all contenders in turn, round by round, so that slow spells hit them alike."""
     found: dict[str, list[float]] = {name: [] for name in contenders}

@@ -14,6 +14,7 @@ from dataclasses import dataclass
 from functools import partial
 from pathlib import Path
 from typing import Any
+from unittest import mock
 
 from common.config import flag, parse, prepare_process
 from target_service.config import TargetConfig
@@ -49,19 +50,21 @@ def main() -> None:
     config = parse(TimedConfig)
     prepare_process(config.cores, config.threads)
     from common import telemetry  # after the above: imports torch
+    from common.engine.loader import load
     from common.service import run
     from target_service import servicer
 
-    load, passes = servicer.load, list[tuple[float, float, int]]()
+    passes: list[tuple[float, float, int]] = []
 
     def timed(config: TimedConfig) -> Any:
         loaded = load(config)
-        return dataclasses.replace(loaded, model=TimedModel(loaded.model, passes))
+        model: Any = TimedModel(loaded.model, passes)
+        return dataclasses.replace(loaded, model=model)
 
-    servicer.load = timed  # type: ignore[assignment]
     tracing = telemetry.from_environment(config.name, os.environ)
     try:
-        run(config, servicer.SERVICE_NAMES, partial(servicer.start, config, tracing), tracing)
+        with mock.patch.object(servicer, "load", timed):
+            run(config, servicer.SERVICE_NAMES, partial(servicer.start, config, tracing), tracing)
     finally:
         Path(config.timings).write_text("".join(f"{json.dumps(p)}\n" for p in passes))
 

@@ -116,10 +116,10 @@ def _command(name: str, context_len: int, max_running: int) -> tuple[list[str], 
         return [str(python), "-m", "tests.benchmarks.peers.vllm_worker", *args], env
     if name == "llama":
         _require(LLAMA / "node_modules" / "node-llama-cpp")
-        worker = Path(__file__).with_name("llama_worker.mjs")
+        script = Path(__file__).with_name("llama_worker.mjs")
         args = [str(LLAMA.resolve()), packaged_gguf(), str(context_len)]
         args += [str(max_running), str(THREADS)]
-        return ["node", str(worker), *args], here
+        return ["node", str(script), *args], here
     worker = "tests.benchmarks.peers.transformers_worker"
     return [sys.executable, "-m", worker, packaged_model(), name], here | {
         "OMP_WAIT_POLICY": "PASSIVE"
