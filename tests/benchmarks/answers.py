@@ -38,15 +38,13 @@ def generations(
     """
     defaults: dict[str, Any] = {"temperature": 0.0, "cache_salt": f"call {next(_salts)}"}
     asked = Options(max_tokens=num_tokens, ignore_eos=True, **(defaults | options))
+    given: Sequence[int | None] = seeds or [None] * len(prompts)
 
     async def main() -> tuple[float, list[Generation]]:
         async with AsyncClient(address) as client:
             await client.status()  # connected before the clock starts
             began = time.perf_counter()
-            calls = [
-                client.generate(p, asked, seed=s)
-                for p, s in zip(prompts, seeds or [None] * len(prompts), strict=True)
-            ]
+            calls = [client.generate(p, asked, seed=s) for p, s in zip(prompts, given, strict=True)]
             answers = await asyncio.gather(*calls)
             return time.perf_counter() - began, list(answers)
 
