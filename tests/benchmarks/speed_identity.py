@@ -13,7 +13,7 @@ from gateway.cli.processes import StackError
 from gateway.client import AsyncClient, Generation, Options
 from tests.benchmarks.answers import Prompts, ask
 from tests.benchmarks.harness import Row, Scale, bounded, interleave, ratios, spread
-from tests.benchmarks.prompts import chats, essays
+from tests.benchmarks.prompts import chats, edits, essays
 from tests.benchmarks.stack import NGRAM, shared
 
 AT_ONCE, FIRST_SEED = 16, 1000
@@ -28,7 +28,7 @@ def identity(scale: Scale) -> Iterator[Row]:
 
     The target tests whatever has arrived, paying or not: drafted rows are what could differ.
     """
-    prompts = essays(scale.num_prompts)
+    prompts = [*edits(), *essays(scale.num_prompts)][: scale.num_prompts]
     with shared(draft=NGRAM, args=["--objective=fixed"]) as address:
         for name, options in KINDS.items():
             texts = {}

@@ -19,7 +19,7 @@ from typing import Any
 from common.config import prepare_process
 
 BLOCK_SIZE, FILL = 16, 512
-MATRIX, BUFFER_BYTES = 2048, 1 << 30
+MATRIX = 2048
 
 
 @dataclass(frozen=True)
@@ -75,6 +75,7 @@ def _work(points: list[Point], rounds: int, threads: int) -> dict[str, Any]:
     from common.config import ModelConfig
     from common.engine.block_manager import BlockManager
     from common.engine.loader import load
+    from tests.benchmarks.memory import reader
 
     most = max(p.sequences * (-(-p.context // BLOCK_SIZE)) for p in points)
     num_kv_tokens = max(most * BLOCK_SIZE, FILL)
@@ -83,15 +84,15 @@ def _work(points: list[Point], rounds: int, threads: int) -> dict[str, Any]:
     _fill(loaded.model, blocks)
     seconds: list[list[float]] = [[] for _ in points]
     read, product = list[float](), list[float]()
-    buffer = torch.ones(BUFFER_BYTES // 8, dtype=torch.int64)
+    read_rate = reader(threads)
     matrix = torch.ones(MATRIX, MATRIX, dtype=torch.bfloat16)
     for _ in range(rounds):
         for point, found in zip(points, seconds, strict=True):
             found.append(_time_pass(loaded.model, blocks, point))
-        read.append(_timed(lambda: buffer.sum()))
+        read.append(read_rate())
         product.append(_timed(lambda: matrix @ matrix))
     return {"seconds": seconds} | {
-        "bytes_per_second": BUFFER_BYTES / min(read),
+        "bytes_per_second": max(read),
         "flops_per_second": 2 * MATRIX**3 / min(product),
     }
 
