@@ -2,7 +2,8 @@
 
 Installs the peers under `build/peers`, then measures tokens per second and time to first token,
 paired and interleaved: the same prompts and cores, greedy, equal numbers of tokens. Peers answer
-within their process; Tandem's figures include its gateway and the wire to the client.
+within their process; Tandem's figures include its gateway and the wire to the client, its first
+tokens are by the gateway's clock.
 """
 
 from __future__ import annotations
