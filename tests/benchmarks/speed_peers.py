@@ -17,7 +17,7 @@ PROMPT_LEN = 500
 
 def against_vllm(scale: Scale) -> Iterator[Row]:
     """Tokens per second at four loads, and time to first token of prompts of 500."""
-    with Peer("vllm") as vllm, undrafted() as ours:
+    with Peer("vllm", max(scale.loads)) as vllm, undrafted() as ours:
         for num in (n for n in scale.loads if n in BOUNDS):
             yield from _rates(ours, vllm, chats(num), BOUNDS[num], scale)
         yield _first_tokens(ours, vllm, scale)
@@ -25,7 +25,7 @@ def against_vllm(scale: Scale) -> Iterator[Row]:
 
 def against_llama(scale: Scale) -> Iterator[Row]:
     """Tokens per second of one request against the quantised model."""
-    with Peer("llama", max_running=1) as llama, undrafted() as ours:
+    with Peer("llama", 1) as llama, undrafted() as ours:
         yield from _rates(ours, llama, chats(1), 1.0, scale)
 
 

@@ -39,7 +39,7 @@ def contenders(
         for name, speculate in OURS.items()
     }
     for name in names:
-        peer = running.enter_context(Peer(name, context_len=1024, max_running=max(scale.loads)))
+        peer = running.enter_context(Peer(name, max(scale.loads)))
         found[name] = partial(peer.ask, num_tokens=scale.num_tokens)
     return found
 

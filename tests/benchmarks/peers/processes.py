@@ -24,7 +24,9 @@ from tests.benchmarks.peers.install import (
 )
 from tests.integration.stacks import packaged_model
 
-MAX_RUNNING, THREADS = 64, 2
+THREADS = 2
+VLLM_CONTEXT_LEN, VLLM_MAX_RUNNING = 4096, 64
+LLAMA_CONTEXT_LEN = 1024  # of each sequence
 
 
 class Peer:
@@ -34,8 +36,8 @@ class Peer:
     would take the cores from whoever is measured. Raises `PeerMissingError`.
     """
 
-    def __init__(self, name: str, context_len: int = 4096, max_running: int = MAX_RUNNING) -> None:
-        command, env = _command(name, context_len, max_running)
+    def __init__(self, name: str, max_running: int) -> None:
+        command, env = _command(name, max_running)
         self.name = name
         self._log = (ROOT / f"{name}.log").open("w")
         self._process = subprocess.Popen(
@@ -100,16 +102,18 @@ class Peer:
         self.kill()
 
 
-def _command(name: str, context_len: int, max_running: int) -> tuple[list[str], dict[str, str]]:
+def _command(name: str, max_running: int) -> tuple[list[str], dict[str, str]]:
     """How to start a peer: at its best on two cores, as its documentation advises."""
     here = os.environ | {"OMP_NUM_THREADS": str(THREADS)}
     if name == "vllm":
         python = VLLM / "bin" / "python"
         _require(python)
-        args = [packaged_model(), str(context_len), str(max_running)]
+        # One shape for all commands: vLLM compiles the model anew for every other one.
+        args = [packaged_model(), str(VLLM_CONTEXT_LEN), str(VLLM_MAX_RUNNING)]
         cores = sorted(os.sched_getaffinity(0))[:THREADS]
         env = here | {
             "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}-{cores[-1]}",
+            "VLLM_CACHE_ROOT": str((ROOT / "vllm-cache").resolve()),
             "LD_PRELOAD": f"{find_tcmalloc()}:{find_iomp()}",
         }
         env.pop("PYTHONPATH", None)  # its packages are its own
@@ -117,7 +121,7 @@ def _command(name: str, context_len: int, max_running: int) -> tuple[list[str], 
     if name == "llama":
         _require(LLAMA / "node_modules" / "node-llama-cpp")
         script = Path(__file__).with_name("llama_worker.mjs")
-        args = [str(LLAMA.resolve()), packaged_gguf(), str(context_len)]
+        args = [str(LLAMA.resolve()), packaged_gguf(), str(LLAMA_CONTEXT_LEN)]
         args += [str(max_running), str(THREADS)]
         return ["node", str(script), *args], here
     worker = "tests.benchmarks.peers.transformers_worker"
