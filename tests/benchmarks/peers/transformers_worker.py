@@ -41,7 +41,6 @@ def padded(model: Any, prompts: list[list[int]], num_tokens: int) -> Answer:
         input_ids=ids,
         attention_mask=mask,
         do_sample=False,
-        min_new_tokens=num_tokens,
         max_new_tokens=num_tokens,
         pad_token_id=0,
         stopping_criteria=[first],
@@ -79,6 +78,7 @@ def main() -> None:
     model = AutoModelForCausalLM.from_pretrained(
         folder, dtype=torch.bfloat16, attn_implementation="sdpa"
     ).eval()
+    model.generation_config.eos_token_id = None  # nothing ends a text but its length
     run = padded if kind == "generate" else continuous
     serve(lambda prompts, num_tokens: run(model, prompts, num_tokens), out)
 
