@@ -128,7 +128,7 @@ EDITS = (
     _AGAIN.format(text=NOTICE, old="Friday", new="Thursday"),  # 0.91
     _COPY.format(text=RECIPE, old="salt", new="sugar"),  # 0.73
     _AGAIN.format(text=REPORT, old="spring", new="autumn"),  # 0.98
-    _CORRECT.format(text=CODE.replace("amount", "amuont", 1)),  # 0.90
+    _CORRECT.format(text=CODE.replace("amount", "amuont", 1)),  # 0.88
     _COPY.format(text=RULES, old="saw", new="drill"),  # 0.80
 )
 """Requests to write out a text with a small change."""
