@@ -108,7 +108,7 @@ def _command(name: str, max_running: int) -> tuple[list[str], dict[str, str]]:
     if name == "vllm":
         python = VLLM / "bin" / "python"
         _require(python)
-        # One shape for all commands: vLLM compiles the model anew for every other one.
+        # One shape for all commands: what vLLM compiles depends on it.
         args = [packaged_model(), str(VLLM_CONTEXT_LEN), str(VLLM_MAX_RUNNING)]
         cores = sorted(os.sched_getaffinity(0))[:THREADS]
         env = here | {
