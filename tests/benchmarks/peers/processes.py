@@ -47,7 +47,7 @@ class Peer:
             stderr=self._log,
             text=True,
             env=env,
-            start_new_session=True,
+            process_group=0,  # one to signal; stopped ones end if we do, as orphans of a session
         )
         if self._read_line() != "ready\n":
             self.kill()
