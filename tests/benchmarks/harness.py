@@ -11,9 +11,10 @@ import os
 import platform
 import statistics
 import subprocess
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Any
 
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +31,21 @@ class Row:
     value: str
     bound: str = ""
     holds: bool | None = None
+
+
+@dataclass(frozen=True)
+class Scale:
+    """How much a measuring command does; the quick one only shows that it works."""
+
+    num_tokens: int = 128
+    rounds: int = 5
+    loads: tuple[int, ...] = (1, 4, 16, 32)
+    num_prompts: int = 200  # of the largest set
+    quick: bool = False
+
+
+FULL = Scale()
+QUICK = Scale(num_tokens=16, rounds=1, loads=(1, 4), num_prompts=8, quick=True)
 
 
 def bounded(what: str, value: float, relation: str, bound: float, unit: str = "") -> Row:
@@ -50,7 +66,7 @@ def spread(values: Sequence[float], form: str = ".2f") -> str:
 
 
 def interleave(
-    contenders: dict[str, Callable[[], float]], num_rounds: int
+    contenders: Mapping[str, Callable[[], float]], num_rounds: int
 ) -> dict[str, list[float]]:
     """Run all contenders in turn, round by round, so that slow spells hit them alike."""
     found: dict[str, list[float]] = {name: [] for name in contenders}
@@ -61,8 +77,8 @@ def interleave(
     return found
 
 
-def report(target: str, rows: Iterable[Row]) -> None:
-    """Print the table and write `build/<target>.json`."""
+def report(target: str, rows: Iterable[Row], **data: Any) -> None:
+    """Print the table and write `build/<target>.json`, with whatever data stand behind it."""
     rows = list(rows)
     table = Table("what", "measured", "bound", "holds", title=target)
     marks = {None: "", True: "yes", False: "NO"}
@@ -70,7 +86,12 @@ def report(target: str, rows: Iterable[Row]) -> None:
         table.add_row(row.what, row.value, row.bound, marks[row.holds])
     Console(width=110).print(table)
     BUILD.mkdir(exist_ok=True)
-    found = {"rows": [asdict(r) for r in rows], "commit": _commit(), "machine": machine()}
+    found: dict[str, Any] = {
+        "rows": [asdict(r) for r in rows],
+        "commit": _commit(),
+        "machine": machine(),
+    }
+    found |= data
     (BUILD / f"{target}.json").write_text(json.dumps(found, indent=2) + "\n")
 
 
