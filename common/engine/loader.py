@@ -25,7 +25,8 @@ from transformers.utils import logging as transformers_logging
 
 from common import tokenizer
 from common.config import ModelConfig
-from common.engine.attention import CacheSpec, KVShape
+from common.engine.attention import AttentionBackend, CacheSpec, KVShape
+from common.engine.attention.cpu import best_attention
 from common.engine.attention.reference import ReferenceAttention
 from common.engine.native import NativeModel, UnsupportedError
 from common.engine.native.noise import best_noise
@@ -108,7 +109,7 @@ def build(model: Any, config: ModelConfig) -> tuple[PagedModel | NativeModel, in
         raise ConfigurationError(
             f"is {num_tokens}, must be {NUM_TOKENS} or more", field="--num-kv-tokens"
         )
-    if config.backend != "torch":
+    if config.backend in ("auto", "native"):
         try:
             return _native(model, expected, calls, num_blocks, config), num_blocks
         except UnsupportedError as error:
@@ -116,7 +117,7 @@ def build(model: Any, config: ModelConfig) -> tuple[PagedModel | NativeModel, in
                 raise ConfigurationError(
                     f"can't run natively: {error}", field="--backend"
                 ) from None
-            log.info("runs through torch, not natively: %s", error)
+            log.info("runs through the model's own modules, not natively: %s", error)
     spec = CacheSpec(
         layers=tuple(KVShape(c.num_kv_heads, c.head_dim, c.value_dim) for c in calls),
         num_blocks=num_blocks,
@@ -126,7 +127,7 @@ def build(model: Any, config: ModelConfig) -> tuple[PagedModel | NativeModel, in
     )
     model.set_attn_implementation(ATTENTION_NAME)
     vocab_size = int(expected.shape[-1])
-    paged = PagedModel(model, ReferenceAttention(spec), vocab_size, context_len)
+    paged = PagedModel(model, _attention(spec, config), vocab_size, context_len)
     difference, bound = _difference(paged, expected, config.block_size)
     if not difference <= bound:
         raise ConfigurationError(
@@ -157,6 +158,14 @@ def _native(
     if not difference <= bound:
         raise UnsupportedError(f"its logits differ by {difference:.2g} (bound {bound:.2g})")
     return native
+
+
+def _attention(spec: CacheSpec, config: ModelConfig) -> AttentionBackend:
+    """What the model's own modules attend with."""
+    if config.backend == "reference":
+        return ReferenceAttention(spec)
+    num_threads = config.threads or torch.get_num_threads()
+    return best_attention(spec, num_threads=num_threads, cache_dir=config.cache_dir)
 
 
 def resolve(config: ModelConfig) -> tuple[Path, str]:

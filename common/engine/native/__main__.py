@@ -1,7 +1,8 @@
 """`python -m common.engine.native`: compile now, so that the first start need not."""
 
 from common.config import ModelConfig
-from common.engine.native.build import library
+from common.engine.native.build import attention_library, library
 
-_, reason = library(ModelConfig().cache_dir)
-print(f"native step: {reason or 'ready'}")  # noqa: T201
+for name, make in (("native step", library), ("native attention", attention_library)):
+    _, reason = make(ModelConfig().cache_dir)
+    print(f"{name}: {reason or 'ready'}")  # noqa: T201

@@ -1,6 +1,7 @@
 """Compiles the kernels, once for each version of their source; `make install` calls it.
 
-The library has a plain C interface: no torch headers, two seconds to compile.
+The libraries have plain C interfaces: no torch headers, a few seconds to compile. The native
+step needs AVX512-BF16; attention takes what the processor has, of any kind.
 """
 
 from __future__ import annotations
@@ -15,12 +16,20 @@ import tempfile
 from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
+ATTENTION = Path(__file__).with_name("attention.cpp")
+PLAIN = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w")
 FLAGS = (
-    *("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w"),
+    *PLAIN,
     *("-mavx512f", "-mavx512bw", "-mavx512vl", "-mavx512dq", "-mavx512bf16", "-mfma"),
     *("-mamx-tile", "-mamx-bf16"),
 )
 NEEDED = {"avx512f", "avx512bw", "avx512vl", "avx512dq", "avx512_bf16"}
+# What the processor must say it can, and the flags that use it; the best first.
+LEVELS = (
+    ({"avx512f", "fma", "f16c"}, ("-mavx512f", "-mfma", "-mf16c")),
+    ({"avx2", "fma", "f16c"}, ("-mavx2", "-mfma", "-mf16c")),
+    (set[str](), ()),
+)
 
 
 def processor_flags() -> set[str]:
@@ -33,27 +42,42 @@ def processor_flags() -> set[str]:
 
 
 def library(cache_dir: str) -> tuple[ctypes.CDLL | None, str]:
-    """The compiled kernels, or None and why there are none."""
+    """The compiled kernels of the native step, or None and why there are none."""
     if missing := NEEDED - processor_flags():
         return None, f"the processor lacks {', '.join(sorted(missing))}"
-    digest = hashlib.sha256(SOURCE.read_bytes() + " ".join(FLAGS).encode()).hexdigest()[:12]
-    path = Path(cache_dir).expanduser() / "native" / f"kernels-{digest}.so"
+    return _compiled(SOURCE, FLAGS, cache_dir)
+
+
+def attention_library(
+    cache_dir: str, flags: set[str] | None = None
+) -> tuple[ctypes.CDLL | None, str]:
+    """The compiled attention for a processor with such flags (None: this one), or why not."""
+    flags = processor_flags() if flags is None else flags
+    best = next(options for needed, options in LEVELS if needed <= flags)
+    # Products are added as one operation wherever the processor can: everywhere or nowhere.
+    return _compiled(ATTENTION, (*PLAIN, "-ffp-contract=fast", *best), cache_dir)
+
+
+def _compiled(
+    source: Path, flags: tuple[str, ...], cache_dir: str
+) -> tuple[ctypes.CDLL | None, str]:
+    digest = hashlib.sha256(source.read_bytes() + " ".join(flags).encode()).hexdigest()[:12]
+    path = Path(cache_dir).expanduser() / "native" / f"{source.stem}-{digest}.so"
     if not path.exists():
         compiler = shutil.which("g++") or shutil.which("clang++")
         if compiler is None:
             return None, "there is no C++ compiler (g++ or clang++)"
-        error = _compile(compiler, path)
-        if error:
-            return None, f"{Path(compiler).name} could not compile the kernels: {error}"
+        if error := _compile(compiler, source, flags, path):
+            return None, f"{Path(compiler).name} could not compile {source.name}: {error}"
     return ctypes.CDLL(str(path)), ""
 
 
-def _compile(compiler: str, path: Path) -> str:
+def _compile(compiler: str, source: Path, flags: tuple[str, ...], path: Path) -> str:
     """Compile into path; returns the first line of what went wrong."""
     path.parent.mkdir(parents=True, exist_ok=True)
     handle, fresh = tempfile.mkstemp(dir=path.parent, suffix=".so")
     os.close(handle)
-    command = [compiler, *FLAGS, str(SOURCE), "-o", fresh]
+    command = [compiler, *flags, str(source), "-o", fresh]
     done = subprocess.run(command, capture_output=True, text=True, check=False)
     if done.returncode == 0:
         os.rename(fresh, path)  # another process may have been faster, with the same bytes
