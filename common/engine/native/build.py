@@ -17,6 +17,7 @@ from pathlib import Path
 
 SOURCE = Path(__file__).with_name("kernels.cpp")
 ATTENTION = Path(__file__).with_name("attention.cpp")
+NUMBERS = Path(__file__).with_name("numbers.h")
 PLAIN = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w")
 FLAGS = (
     *PLAIN,
@@ -45,7 +46,7 @@ def library(cache_dir: str) -> tuple[ctypes.CDLL | None, str]:
     """The compiled kernels of the native step, or None and why there are none."""
     if missing := NEEDED - processor_flags():
         return None, f"the processor lacks {', '.join(sorted(missing))}"
-    return _compiled(SOURCE, FLAGS, cache_dir)
+    return _compiled((SOURCE,), FLAGS, cache_dir)
 
 
 def attention_library(
@@ -55,13 +56,16 @@ def attention_library(
     flags = processor_flags() if flags is None else flags
     best = next(options for needed, options in LEVELS if needed <= flags)
     # Products are added as one operation wherever the processor can: everywhere or nowhere.
-    return _compiled(ATTENTION, (*PLAIN, "-ffp-contract=fast", *best), cache_dir)
+    flags_of_it = (*PLAIN, "-ffp-contract=fast", *best)
+    return _compiled((ATTENTION, NUMBERS), flags_of_it, cache_dir)
 
 
 def _compiled(
-    source: Path, flags: tuple[str, ...], cache_dir: str
+    sources: tuple[Path, ...], flags: tuple[str, ...], cache_dir: str
 ) -> tuple[ctypes.CDLL | None, str]:
-    digest = hashlib.sha256(source.read_bytes() + " ".join(flags).encode()).hexdigest()[:12]
+    """The library of the first source; the others are what it includes."""
+    source, told = sources[0], b"".join(s.read_bytes() for s in sources)
+    digest = hashlib.sha256(told + " ".join(flags).encode()).hexdigest()[:12]
     path = Path(cache_dir).expanduser() / "native" / f"{source.stem}-{digest}.so"
     if not path.exists():
         compiler = shutil.which("g++") or shutil.which("clang++")
