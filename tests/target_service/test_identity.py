@@ -48,7 +48,8 @@ each_cell = pytest.mark.parametrize(("family", "heat"), CELLS)
 
 @pytest.fixture(autouse=True)
 def _exact(request: pytest.FixtureRequest) -> None:
-    family = str(request.node.callspec.params["family"]) if "callspec" in dir(request.node) else ""
+    cell = getattr(request.node, "callspec", None)
+    family = str(cell.params["family"]) if cell else ""
     if family.endswith("bfloat16") and not is_row_invariant(paged(family), 16):
         pytest.skip("its linears are not row-invariant here")
 
