@@ -32,7 +32,14 @@ from common.engine.native import NativeModel, UnsupportedError
 from common.engine.native.noise import best_noise
 from common.engine.noise import NOISE_VERSION, Noise
 from common.engine.paged_model import ATTENTION_NAME, LanguageModel, PagedModel
-from common.engine.probe import NUM_TOKENS, LayerCall, is_row_invariant, paged_logits, probe
+from common.engine.probe import (
+    NUM_INVARIANT_TOKENS,
+    NUM_TOKENS,
+    LayerCall,
+    is_row_invariant,
+    paged_logits,
+    probe,
+)
 from common.errors import ConfigurationError
 from common.types import ModelInfo
 
@@ -76,6 +83,7 @@ def load(config: ModelConfig) -> LoadedModel:
     _refuse_holes(found, name)
     model = model.to(config.device).eval().requires_grad_(False)
     paged, num_blocks = build(model, config)
+    num_probed = min(NUM_INVARIANT_TOKENS, num_blocks * config.block_size, paged.context_len)
     files = tokenizer_files(folder)
     eos = _eos_token_ids(model)
     info = ModelInfo(
@@ -84,7 +92,7 @@ def load(config: ModelConfig) -> LoadedModel:
         tokenizer_fingerprint=tokenizer.fingerprint(files),
         weights_fingerprint=_weights_fingerprint(folder, dtype),
         noise_version=NOISE_VERSION,
-        row_invariant=is_row_invariant(paged, config.block_size),
+        row_invariant=is_row_invariant(paged, config.block_size, num_probed),
         eos_token_ids=eos,
         context_len=paged.context_len,
         block_size=config.block_size,

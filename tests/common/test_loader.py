@@ -221,6 +221,9 @@ def test_row_invariance_is_told_honestly() -> None:
     assert is_row_invariant(Neighbourly(table), 16) is False
     Neighbourly.limit = 0  # alike for any number of rows
     assert is_row_invariant(Neighbourly(table), 16) is True
+    Neighbourly.limit = 70  # beyond a short text
+    assert is_row_invariant(Neighbourly(table), 16) is True
+    assert is_row_invariant(Neighbourly(table), 16, 96) is False
 
 
 def test_a_checkpoint_with_a_hole_is_refused(folder: Path) -> None:
