@@ -28,6 +28,7 @@ from common.config import ModelConfig
 from common.engine.attention import AttentionBackend, CacheSpec, KVShape
 from common.engine.attention.cpu import best_attention
 from common.engine.attention.reference import ReferenceAttention
+from common.engine.linears import reorder_linears
 from common.engine.native import NativeModel, UnsupportedError
 from common.engine.native.noise import best_noise
 from common.engine.noise import NOISE_VERSION, Noise
@@ -134,6 +135,7 @@ def build(model: Any, config: ModelConfig) -> tuple[PagedModel | NativeModel, in
         device=model.device,
     )
     model.set_attn_implementation(ATTENTION_NAME)
+    reordered = _may_reorder(model, config) and reorder_linears(model)
     vocab_size = int(expected.shape[-1])
     paged = PagedModel(model, _attention(spec, config), vocab_size, context_len)
     difference, bound = _difference(paged, expected, config.block_size)
@@ -143,7 +145,14 @@ def build(model: Any, config: ModelConfig) -> tuple[PagedModel | NativeModel, in
             " its attention does something that this version does not know",
             field="--model",
         )
+    paged.features = ("reordered-linears",) if reordered else ()
     return paged, num_blocks
+
+
+def _may_reorder(model: Any, config: ModelConfig) -> bool:
+    """In float32 it was slower at one row, and no more row-invariant."""
+    on_cpu = model.device.type == "cpu" and model.dtype == torch.bfloat16
+    return on_cpu and config.backend != "reference"
 
 
 def _native(

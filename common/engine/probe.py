@@ -129,7 +129,7 @@ def paged_logits(
 
 
 def is_row_invariant(model: LanguageModel, block_size: int, num_tokens: int = NUM_TOKENS) -> bool:
-    """Whether a row's logits came out the same to the bit in passes of 1, 3, 8, 16, 33 and all rows.
+    """Whether a row's logits came out the same to the bit in passes of 1, 3, 8, 16, 33 and all.
 
     Over a text of so many tokens: libraries change their ways at some number of rows, which a
     short one may not reach. A check, not a proof; where it fails, drafting may change near-ties.
