@@ -74,9 +74,10 @@ class ModelConfig:
     )
     backend: str = flag(
         "auto",
-        "native: the C++ step (bfloat16 on CPU); torch: the model's own modules;"
-        " auto: native where model and machine allow",
-        choices=("auto", "native", "torch"),
+        "native: the C++ step (bfloat16 on CPU); torch: the model's own modules, with the best"
+        " attention there is; reference: with torch's attention; auto: native where model and"
+        " machine allow, else torch",
+        choices=("auto", "native", "torch", "reference"),
     )
     quantization: str = flag(
         "none",

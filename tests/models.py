@@ -9,7 +9,13 @@ from typing import Any
 
 import torch
 from torch import Tensor
-from transformers import AutoModelForCausalLM, GPT2Config, LlamaConfig, Qwen3Config
+from transformers import (
+    AutoModelForCausalLM,
+    Gemma2Config,
+    GPT2Config,
+    LlamaConfig,
+    Qwen3Config,
+)
 
 from common.config import ModelConfig
 from common.engine.batch import RaggedBatch
@@ -45,21 +51,38 @@ CONFIGS: dict[str, Any] = {
         initializer_range=0.3,
     ),
 }
+# Softcap and sliding window, in every other layer; both small enough to matter in 30 tokens.
+GEMMA2 = Gemma2Config(
+    **_SHAPE,
+    query_pre_attn_scalar=8,
+    sliding_window=5,
+    attn_logit_softcapping=0.8,
+    final_logit_softcapping=5.0,
+)
 
 
 def transformer(family: str, dtype: torch.dtype = torch.float64) -> Any:
     """An untrained model, always the same; its logits are as uneven as a trained one's."""
     torch.manual_seed(7)
-    config = deepcopy(CONFIGS[family])  # a model keeps it, and its attention's name in it
-    model = AutoModelForCausalLM.from_config(config, dtype=dtype, attn_implementation="sdpa")
+    config = GEMMA2 if family == "gemma2" else CONFIGS[family]
+    attention = "eager" if family == "gemma2" else "sdpa"  # which knows no softcap
+    model = AutoModelForCausalLM.from_config(
+        deepcopy(config),
+        dtype=dtype,
+        attn_implementation=attention,  # a model keeps its config
+    )
     return model.eval().requires_grad_(False)
 
 
 @cache
 def paged(family: str, instance: str = "target", num_kv_tokens: int = 2048) -> PagedModel:
-    """The model over a cache of its own; one cache for each instance name."""
-    config = ModelConfig(num_kv_tokens=num_kv_tokens)
-    model = build(transformer(family), config)[0]
+    """The model over a cache of its own; one cache for each instance name.
+
+    In float64 with the reference attention, or "gpt2 in float32" with the best there is.
+    """
+    config = ModelConfig(num_kv_tokens=num_kv_tokens, backend="torch")
+    family, _, dtype = family.partition(" in ")
+    model = build(transformer(family, getattr(torch, dtype or "float64")), config)[0]
     assert isinstance(model, PagedModel)
     return model
 

@@ -27,15 +27,23 @@ from common import tokenizer
 from common.config import ModelConfig
 from common.engine import hub
 from common.engine.attention import AttentionBackend, CacheSpec, KVShape
+from common.engine.attention.cpu import best_attention
 from common.engine.attention.cuda import CudaAttention
 from common.engine.attention.reference import ReferenceAttention
 from common.engine.cuda_model import GraphedModel, captured
 from common.engine.device import num_kv_blocks, settled
+from common.engine.linears import reorder_linears
 from common.engine.native import NativeModel, UnsupportedError
 from common.engine.native.noise import best_noise
 from common.engine.noise import NOISE_VERSION, Noise
 from common.engine.paged_model import ATTENTION_NAME, LanguageModel, PagedModel
-from common.engine.probe import LayerCall, is_row_invariant, paged_logits, probe
+from common.engine.probe import (
+    NUM_INVARIANT_TOKENS,
+    LayerCall,
+    is_row_invariant,
+    paged_logits,
+    probe,
+)
 from common.engine.quantization import quantize_model
 from common.errors import ConfigurationError
 from common.types import ModelInfo
@@ -82,6 +90,7 @@ def load(config: ModelConfig) -> LoadedModel:
     if config.quantization != "none":
         quantize_model(model, config.quantization)
     paged, num_blocks = build(model, config)
+    num_probed = min(NUM_INVARIANT_TOKENS, num_blocks * config.block_size, paged.context_len)
     files = tokenizer_files(folder)
     eos = _eos_token_ids(model)
     info = ModelInfo(
@@ -90,7 +99,7 @@ def load(config: ModelConfig) -> LoadedModel:
         tokenizer_fingerprint=tokenizer.fingerprint(files),
         weights_fingerprint=_weights_fingerprint(folder, f"{dtype} {config.quantization}"),
         noise_version=NOISE_VERSION,
-        row_invariant=is_row_invariant(paged, config.block_size),
+        row_invariant=is_row_invariant(paged, config.block_size, num_probed),
         eos_token_ids=eos,
         context_len=paged.context_len,
         block_size=config.block_size,
@@ -110,9 +119,9 @@ def build(model: Any, config: ModelConfig) -> tuple[PagedModel | NativeModel | G
     config = settled(config)
     expected, calls = probe(model)
     context_len = int(model.config.get_text_config().max_position_embeddings)
-    if config.backend == "torch" and config.quantization != "none":
+    if config.backend in ("torch", "reference") and config.quantization != "none":
         raise ConfigurationError(
-            "needs the native step; leave out --backend torch", field="--quantization"
+            f"needs the native step; leave out --backend {config.backend}", field="--quantization"
         )
     spec = CacheSpec(
         layers=tuple(KVShape(c.num_kv_heads, c.head_dim, c.value_dim) for c in calls),
@@ -123,7 +132,7 @@ def build(model: Any, config: ModelConfig) -> tuple[PagedModel | NativeModel | G
     )
     num_blocks = num_kv_blocks(config, spec, context_len)
     spec = replace(spec, num_blocks=num_blocks)
-    if config.backend != "torch":
+    if config.backend in ("auto", "native"):
         try:
             return _native(model, expected, calls, num_blocks, config), num_blocks
         except UnsupportedError as error:
@@ -135,11 +144,13 @@ def build(model: Any, config: ModelConfig) -> tuple[PagedModel | NativeModel | G
                 raise ConfigurationError(
                     f"can't run natively: {error}", field="--backend"
                 ) from None
-            log.info("runs through torch, not natively: %s", error)
+            log.info("runs through the model's own modules, not natively: %s", error)
     model.set_attn_implementation(ATTENTION_NAME)
+    reordered = _may_reorder(model, config) and reorder_linears(model)
     vocab_size = int(expected.shape[-1])
-    attention = _attention(spec, calls)
+    attention = _attention(spec, calls, config)
     paged = PagedModel(model, attention, vocab_size, context_len)
+    paged.features = ("reordered-linears",) if reordered else ()
     _check(paged, expected, config.block_size, "--model")  # as prompts are read, graphs or not
     if not isinstance(attention, CudaAttention) or not config.cuda_graphs:
         return paged, num_blocks
@@ -162,10 +173,13 @@ def _check(model: LanguageModel, expected: torch.Tensor, block_size: int, field:
         )
 
 
-def _attention(spec: CacheSpec, calls: list[LayerCall]) -> AttentionBackend:
-    """The fastest attention of the model's device."""
-    if spec.device.type != "cuda":
+def _attention(spec: CacheSpec, calls: list[LayerCall], config: ModelConfig) -> AttentionBackend:
+    """What the model's own modules attend with: the fastest attention of its device."""
+    if config.backend == "reference":
         return ReferenceAttention(spec)
+    if spec.device.type != "cuda":
+        num_threads = config.threads or torch.get_num_threads()
+        return best_attention(spec, num_threads=num_threads, cache_dir=config.cache_dir)
     attention = CudaAttention(spec, [c.softcap for c in calls])
     if reasons := sorted(set(filter(None, attention.unknown))):
         num = sum(map(bool, attention.unknown))
@@ -176,6 +190,12 @@ def _attention(spec: CacheSpec, calls: list[LayerCall]) -> AttentionBackend:
             "; ".join(reasons),
         )
     return attention
+
+
+def _may_reorder(model: Any, config: ModelConfig) -> bool:
+    """In float32 it was slower at one row, and no more row-invariant."""
+    on_cpu = model.device.type == "cpu" and model.dtype == torch.bfloat16
+    return on_cpu and config.backend != "reference"
 
 
 def _native(

@@ -1,4 +1,4 @@
-"""The reference attention against dense tensors, in float64.
+"""The attention backends against dense tensors: the reference in float64, the native in float32.
 
 Each sequence keeps its keys and values twice: dense, as an oracle sees them, and in the paged
 cache, behind shuffled block tables.
@@ -15,12 +15,22 @@ import torch
 from torch import Tensor
 from torch.nn.functional import scaled_dot_product_attention
 
-from common.engine.attention import CacheSpec, KVShape
+from common.config import ModelConfig
+from common.engine.attention import AttentionBackend, CacheSpec, KVShape
+from common.engine.attention.cpu import best_attention
 from common.engine.attention.reference import ReferenceAttention
 from common.engine.batch import Span, pack
 from common.engine.block_manager import BlockManager
+from common.engine.native.build import attention_library
 
 BLOCK, NUM_BLOCKS = 4, 24
+CACHE_DIR = ModelConfig().cache_dir
+NO_KERNEL = attention_library(CACHE_DIR)[1]
+BOUND = {"reference": 1e-13, "cpu": 3e-6}
+each_backend = pytest.mark.parametrize(
+    "backend",
+    ["reference", pytest.param("cpu", marks=pytest.mark.skipif(bool(NO_KERNEL), reason=NO_KERNEL))],
+)
 # Rows that each of three sequences adds in each of five passes: prompts in chunks, single
 # rows, runs; none at all now and then.
 PASSES = [(5, 1, 0), (3, 1, 9), (1, 4, 1), (0, 1, 3), (1, 1, 1)]
@@ -85,12 +95,13 @@ def _by_torch(q: Tensor, k: Tensor, v: Tensor, s: Shape) -> Tensor:
 class Cache:
     """A backend of two layers, and the dense tensors it is to agree with."""
 
-    def __init__(self, shape: Shape) -> None:
+    def __init__(self, shape: Shape, backend: str = "reference") -> None:
         self.shape = shape
         layer = KVShape(shape.num_kv_heads, shape.dim, shape.value_dim)
-        device = torch.device("cpu")
-        spec = CacheSpec((layer, layer), NUM_BLOCKS, BLOCK, torch.float64, device)
-        self.backend = ReferenceAttention(spec)
+        self.dtype = torch.float64 if backend == "reference" else torch.float32
+        spec = CacheSpec((layer, layer), NUM_BLOCKS, BLOCK, self.dtype, torch.device("cpu"))
+        self.backend: AttentionBackend = best_attention(spec, num_threads=2, cache_dir=CACHE_DIR)
+        assert self.backend.name == backend
         self.blocks = BlockManager(NUM_BLOCKS, BLOCK)
         random.Random(0).shuffle(self.blocks._free)  # so that tables are in no order
         self.keys = [torch.zeros(0, shape.num_kv_heads, shape.dim).double() for _ in range(3)]
@@ -102,7 +113,7 @@ class Cache:
         self._random = torch.Generator().manual_seed(3)
 
     def _normal(self, *size: int) -> Tensor:
-        return torch.randn(*size, generator=self._random, dtype=torch.float64)
+        return torch.randn(*size, generator=self._random, dtype=torch.float32).double()
 
     def attend(self, rows: tuple[int, ...], order: tuple[int, ...]) -> list[tuple[Tensor, ...]]:
         """One pass; what came out and the dense q, k, v of each sequence that took part."""
@@ -120,15 +131,15 @@ class Cache:
         batch = pack(spans, self.blocks, "cpu")
         out = self.backend.attend(
             1,
-            torch.cat(queries),
-            torch.cat([self.keys[p.sid][p.start :] for p in spans]),
-            torch.cat([self.values[p.sid][p.start :] for p in spans]),
+            torch.cat(queries).to(self.dtype),
+            torch.cat([self.keys[p.sid][p.start :] for p in spans]).to(self.dtype),
+            torch.cat([self.values[p.sid][p.start :] for p in spans]).to(self.dtype),
             batch,
             scale=s.scale,
             sliding_window=s.window,
             softcap=s.softcap,
         )
-        parts = torch.split(out, [len(q) for q in queries])
+        parts = torch.split(out.double(), [len(q) for q in queries])
         return [
             (part, q, self.keys[p.sid], self.values[p.sid])
             for part, q, p in zip(parts, queries, spans, strict=True)
@@ -140,33 +151,42 @@ class Cache:
         self.keys[sid], self.values[sid] = self.keys[sid][:length], self.values[sid][:length]
 
 
+@each_backend
 @pytest.mark.parametrize("case", SHAPES)
-def test_equals_the_formula(case: str) -> None:
+def test_equals_the_formula(case: str, backend: str) -> None:
     """Ragged mixed batches, the sequences in another order each time."""
-    cache = Cache(SHAPES[case])
+    cache = Cache(SHAPES[case], backend)
     for i, rows in enumerate(PASSES):
         for found, q, k, v in cache.attend(rows, ((0, 1, 2), (2, 0, 1), (1, 2, 0))[i % 3]):
-            torch.testing.assert_close(found, _by_hand(q, k, v, cache.shape), rtol=0.0, atol=1e-13)
+            torch.testing.assert_close(
+                found, _by_hand(q, k, v, cache.shape), rtol=0.0, atol=BOUND[backend]
+            )
 
 
+@each_backend
 @pytest.mark.parametrize("case", ["plain", "grouped", "one kv head", "values of another size"])
-def test_equals_torch_on_dense_tensors(case: str) -> None:
-    cache = Cache(SHAPES[case])
+def test_equals_torch_on_dense_tensors(case: str, backend: str) -> None:
+    cache = Cache(SHAPES[case], backend)
     for rows in PASSES:
         for found, q, k, v in cache.attend(rows, (1, 0, 2)):
-            torch.testing.assert_close(found, _by_torch(q, k, v, cache.shape), rtol=0.0, atol=1e-13)
+            torch.testing.assert_close(
+                found, _by_torch(q, k, v, cache.shape), rtol=0.0, atol=BOUND[backend]
+            )
 
 
-def test_blocks_that_changed_hands_hold_nothing_of_the_past() -> None:
+@each_backend
+def test_blocks_that_changed_hands_hold_nothing_of_the_past(backend: str) -> None:
     """After a rollback other sequences take the blocks; what was there must not be seen."""
-    cache = Cache(SHAPES["grouped"])
+    cache = Cache(SHAPES["grouped"], backend)
     cache.attend((14, 9, 0), (0, 1, 2))
     past = {*cache.blocks.table(0)[1:], *cache.blocks.table(1)}
     cache.truncate(0, 3)
     cache.truncate(1, 0)
     for rows in ((2, 7, 9), (5, 1, 8), (1, 6, 1)):
         for found, q, k, v in cache.attend(rows, (2, 1, 0)):
-            torch.testing.assert_close(found, _by_hand(q, k, v, cache.shape), rtol=0.0, atol=1e-13)
+            torch.testing.assert_close(
+                found, _by_hand(q, k, v, cache.shape), rtol=0.0, atol=BOUND[backend]
+            )
     assert past & set(cache.blocks.table(2))
     assert cache.blocks.table(2) != sorted(cache.blocks.table(2))
 
@@ -195,6 +215,7 @@ def test_size_of_a_block() -> None:
 
 def test_blocks_are_copied_one_after_the_other_in_every_layer() -> None:
     cache = Cache(SHAPES["values of another size"])
+    assert isinstance(cache.backend, ReferenceAttention)
     for layer in range(2):
         for pool in (cache.backend._keys[layer], cache.backend._values[layer]):
             pool[:] = torch.arange(len(pool)).view(-1, 1, 1) + 1000 * layer

@@ -68,7 +68,7 @@ def test_a_folder_is_loaded_and_described(folder: Path) -> None:
     info = loaded.info
     assert (info.name, info.dtype, info.vocab_size) == ("tiny", "float32", VOCAB)
     assert (info.context_len, info.block_size, info.eos_token_ids) == (CONTEXT, 16, (1,))
-    assert (info.noise_version, info.attention_backend) == (NOISE_VERSION, "reference")
+    assert (info.noise_version, info.attention_backend) == (NOISE_VERSION, "cpu")
     assert info.tokenizer_fingerprint == fingerprint(FILES)
     assert isinstance(info.row_invariant, bool)
     assert loaded.tokenizer_files == FILES
@@ -221,6 +221,9 @@ def test_row_invariance_is_told_honestly() -> None:
     assert is_row_invariant(Neighbourly(table), 16) is False
     Neighbourly.limit = 0  # alike for any number of rows
     assert is_row_invariant(Neighbourly(table), 16) is True
+    Neighbourly.limit = 70  # beyond a short text
+    assert is_row_invariant(Neighbourly(table), 16) is True
+    assert is_row_invariant(Neighbourly(table), 16, 96) is False
 
 
 def test_a_checkpoint_with_a_hole_is_refused(folder: Path) -> None:

@@ -237,13 +237,19 @@ def test_the_loader_finds_the_window() -> None:
     assert torch.equal(_logits(model, [NUM_TOKENS], BlockManager(NUM_BLOCKS, 16)), expected)
 
 
-def test_what_does_not_fit_runs_through_torch() -> None:
-    model, _ = build(transformer("gpt2", torch.bfloat16), ModelConfig(num_kv_tokens=512))
-    assert model.backend == "reference"
-    model, _ = build(transformer("llama", torch.bfloat16), ModelConfig(num_kv_tokens=512))
-    assert model.backend == "native"
-    model, _ = build(transformer("llama", torch.float32), ModelConfig(num_kv_tokens=512))
-    assert model.backend == "reference"
+def test_what_does_not_fit_runs_through_its_own_modules() -> None:
+    """With native attention, unless that is refused or can't be."""
+    for family, dtype, asked, backend in (
+        ("gpt2", torch.bfloat16, "auto", "cpu"),
+        ("llama", torch.bfloat16, "auto", "native"),
+        ("llama", torch.bfloat16, "torch", "cpu"),
+        ("llama", torch.bfloat16, "reference", "reference"),
+        ("llama", torch.float32, "auto", "cpu"),
+        ("llama", torch.float64, "auto", "reference"),
+        ("gemma2", torch.float16, "auto", "cpu"),
+    ):
+        config = ModelConfig(num_kv_tokens=512, backend=asked)
+        assert build(transformer(family, dtype), config)[0].backend == backend
 
 
 @pytest.mark.parametrize(

@@ -20,8 +20,9 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An installed package's folder with the source alone; the processor can do everything."""
     folder = tmp_path / "package"
     folder.mkdir()
-    shutil.copy(build.SOURCE, folder)
-    monkeypatch.setattr(build, "SOURCE", folder / build.SOURCE.name)
+    for name in ("SOURCE", "ATTENTION", "NUMBERS"):
+        shutil.copy(getattr(build, name), folder)
+        monkeypatch.setattr(build, name, folder / getattr(build, name).name)
     monkeypatch.setattr(build, "processor_flags", lambda: build.NEEDED)
     return folder
 
@@ -29,13 +30,21 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 def test_an_image_brings_its_kernels_along(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    assert "compiled into" in build.prebuild()
-    (compiled,) = package.glob("*.so")
-    assert compiled.stat().st_mode & 0o055 == 0o055  # another user's, on a read-only root
+    made = build.prebuild()
+    assert {*made} == {*package.glob("*.so")}
+    assert len(made) == 1 + len(build.LEVELS)
+    for path in made:
+        assert path.stat().st_mode & 0o055 == 0o055  # another user's, on a read-only root
     monkeypatch.setenv("PATH", "")  # no compiler where the image runs
     cache = tmp_path / "cache"
     loaded, reason = build.library(str(cache))
-    assert (loaded._name if loaded else None, reason) == (str(compiled), "")
+    assert reason == ""
+    assert loaded is not None
+    assert Path(loaded._name) in made
+    for flags in (set[str](), {"avx2", "fma", "f16c"}, {"avx512f", "fma", "f16c"}):
+        loaded, reason = build.attention_library(str(cache), flags)
+        assert loaded is not None, reason
+        assert Path(loaded._name) in made
     assert not cache.exists()
 
 
@@ -59,6 +68,4 @@ def test_building_an_image_fails_where_nothing_can_be_compiled(
     monkeypatch.setenv("PATH", "")
     with pytest.raises(OSError, match="no C\\+\\+ compiler"):
         build.prebuild()
-    assert not list(package.glob("*.so"))
-    monkeypatch.setattr(platform, "machine", lambda: "aarch64")
-    assert "not compiled" in build.prebuild()
+    assert not list(package.glob("kernels-*.so"))

@@ -6,7 +6,6 @@ The oracle is the same transformers model with its own attention, on one dense t
 from __future__ import annotations
 
 from collections.abc import Callable
-from copy import deepcopy
 from functools import cache
 from typing import Any
 
@@ -20,57 +19,35 @@ from common.config import ModelConfig
 from common.engine.batch import Span, pack
 from common.engine.block_manager import BlockManager
 from common.engine.loader import build
+from common.engine.native.build import attention_library
 from common.engine.paged_model import PagedModel
-from tests.models import CONFIGS, VOCAB, transformer
+from tests.models import CONFIGS, GEMMA2, VOCAB, transformer
 
-WINDOW = 5
-# Softcap and sliding window, in every other layer; both small enough to matter in 30 tokens.
-GEMMA2 = Gemma2Config(
-    vocab_size=VOCAB,
-    hidden_size=32,
-    intermediate_size=64,
-    num_hidden_layers=2,
-    num_attention_heads=4,
-    num_key_value_heads=2,
-    head_dim=8,
-    query_pre_attn_scalar=8,
-    max_position_embeddings=256,
-    sliding_window=WINDOW,
-    attn_logit_softcapping=0.8,
-    final_logit_softcapping=5.0,
-    initializer_range=0.3,
-)
 FAMILIES = [*CONFIGS, "gemma2"]
+DTYPES = {"reference": torch.float64, "cpu": torch.float32}
 # Eager attention, which alone knows softcap, takes its softmax in float32.
 BOUND = dict.fromkeys(CONFIGS, 1e-12) | {"gemma2": 1e-5}
+BOUND_FLOAT32 = 1e-4
+NO_KERNEL = attention_library(ModelConfig().cache_dir)[1]
+each_backend = pytest.mark.parametrize(
+    "backend",
+    ["reference", pytest.param("cpu", marks=pytest.mark.skipif(bool(NO_KERNEL), reason=NO_KERNEL))],
+)
 BLOCK, NUM_BLOCKS = 4, 64
 
 
-def _dense_model(family: str) -> Any:
-    if family != "gemma2":
-        return transformer(family)
-    return _gemma2(GEMMA2)
-
-
-def _gemma2(config: Gemma2Config) -> Any:
-    torch.manual_seed(7)
-    model = AutoModelForCausalLM.from_config(
-        deepcopy(config), dtype=torch.float64, attn_implementation="eager"
-    )
-    return model.eval().requires_grad_(False)
-
-
 @cache
-def _paged(family: str) -> PagedModel:
-    config = ModelConfig(num_kv_tokens=NUM_BLOCKS * BLOCK, block_size=BLOCK)
-    model = build(_dense_model(family), config)[0]
+def _paged(family: str, backend: str) -> PagedModel:
+    config = ModelConfig(num_kv_tokens=NUM_BLOCKS * BLOCK, block_size=BLOCK, backend="torch")
+    model = build(transformer(family).to(DTYPES[backend]), config)[0]
     assert isinstance(model, PagedModel)
+    assert model.backend == backend
     return model
 
 
 @cache
 def _dense(family: str) -> Callable[[tuple[int, ...]], Tensor]:
-    model = _dense_model(family)
+    model = transformer(family)
 
     @cache
     def logits(tokens: tuple[int, ...]) -> Tensor:
@@ -87,9 +64,11 @@ def _text(sid: int, length: int = 30) -> tuple[int, ...]:
 class Runner:
     """Sequences over one model; every logit that comes out is compared."""
 
-    def __init__(self, family: str) -> None:
-        self._family = family
-        self._model = _paged(family)
+    def __init__(self, family: str, backend: str) -> None:
+        self._family, self._bound = family, BOUND[family]
+        if backend == "cpu":
+            self._bound = BOUND_FLOAT32
+        self._model = _paged(family, backend)
         self.blocks = BlockManager(NUM_BLOCKS, BLOCK)
         self.cached: dict[int, tuple[int, ...]] = {}
 
@@ -112,17 +91,18 @@ class Runner:
         found = self._model.forward(pack(spans, self.blocks, "cpu"))
         want = torch.cat(expected)
         assert found.shape == want.shape
-        torch.testing.assert_close(found, want, rtol=0.0, atol=BOUND[self._family])
+        torch.testing.assert_close(found.double(), want, rtol=0.0, atol=self._bound)
 
     def rollback(self, sid: int, length: int) -> None:
         self.blocks.truncate(sid, length)
         self.cached[sid] = self.cached[sid][:length]
 
 
+@each_backend
 @pytest.mark.parametrize("family", FAMILIES)
-def test_prefill_decode_and_verification_in_one_batch(family: str) -> None:
+def test_prefill_decode_and_verification_in_one_batch(family: str, backend: str) -> None:
     a, b, c = _text(1), _text(2), _text(3)
-    runner = Runner(family)
+    runner = Runner(family, backend)
     runner.open(1, 2, 3)
     runner.feed(s1=(a[:10], 1), s2=(b[:3], 0))  # a whole prompt, a chunk
     runner.feed(s2=(b[3:9], 1), s1=(a[10:11], 1), s3=(c[:5], 5))
@@ -133,12 +113,13 @@ def test_prefill_decode_and_verification_in_one_batch(family: str) -> None:
     runner.blocks.check_integrity()
 
 
+@each_backend
 @pytest.mark.parametrize("family", FAMILIES)
 @pytest.mark.parametrize("seed", range(3))
-def test_any_ragged_mixture(family: str, seed: int) -> None:
+def test_any_ragged_mixture(family: str, seed: int, backend: str) -> None:
     """Random chunks of random texts, with random rollbacks, while sequences come and go."""
     rng = np.random.default_rng(seed)
-    runner = Runner(family)
+    runner = Runner(family, backend)
     opened = 0
     for _ in range(15):
         while len(runner.cached) < 4:
@@ -165,6 +146,11 @@ def test_any_ragged_mixture(family: str, seed: int) -> None:
 @pytest.mark.parametrize("change", [{"sliding_window": 256}, {"attn_logit_softcapping": 50.0}])
 def test_the_gemma_like_model_depends_on_window_and_softcap(change: dict[str, Any]) -> None:
     """Else the tests above would not see them."""
-    other = _gemma2(Gemma2Config(**(GEMMA2.to_dict() | change)))
+    torch.manual_seed(7)
+    other = AutoModelForCausalLM.from_config(
+        Gemma2Config(**(GEMMA2.to_dict() | change)),
+        dtype=torch.float64,
+        attn_implementation="eager",
+    ).eval()
     found = other(input_ids=torch.tensor([_text(1)]), use_cache=False).logits[0]
     assert (found - _dense("gemma2")(_text(1))).abs().max() > 1e-2

@@ -6,10 +6,12 @@ With `--prebuild`, for images: into the installed package instead of this user's
 import sys
 
 from common.config import ModelConfig
-from common.engine.native.build import library, prebuild
+from common.engine.native.build import attention_library, library, prebuild
 
 if sys.argv[1:] == ["--prebuild"]:
-    print(f"native step: {prebuild()}")  # noqa: T201
+    for path in prebuild():
+        print(f"compiled: {path}")  # noqa: T201
 else:
-    _, reason = library(ModelConfig().cache_dir)
-    print(f"native step: {reason or 'ready'}")  # noqa: T201
+    for name, make in (("native step", library), ("native attention", attention_library)):
+        _, reason = make(ModelConfig().cache_dir)
+        print(f"{name}: {reason or 'ready'}")  # noqa: T201
