@@ -222,7 +222,7 @@ template <typename T> class Attention {
       for (int v = 0; v < 2; ++v) {
         Vec a, b;
         load_keys(keys[v] + d * stride, stride, a, b);
-        __builtin_prefetch(values[v] + d * W);  // their turn comes next
+        __builtin_prefetch(values[v] + d * W, 0, 2);  // their turn comes next
         for (int q = 0; q < N; ++q) sum[q][v] += queries[q * key_dim_ + d] * a;
         for (int q = 0; q < N; ++q) sum[q][v] += queries[q * key_dim_ + d + 1] * b;
       }
@@ -304,7 +304,7 @@ template <typename T> class Attention {
         for (int j = 0; j < PAIRS; ++j) {
           Vec a, b;
           load_values(value + j * 2 * W, a, b);
-          __builtin_prefetch(ahead + j * 2 * W);
+          __builtin_prefetch(ahead + j * 2 * W, 0, 2);
           for (int q = 0; q < N; ++q) {
             const float weight = weights[q * CHUNK + p - begin];
             sum[q][2 * j] += weight * a, sum[q][2 * j + 1] += weight * b;
