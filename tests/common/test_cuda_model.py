@@ -28,7 +28,6 @@ from common.errors import ConfigurationError
 from common.types import OpenSequence, SamplingParams
 from draft_service.drafters.model import ModelDrafter
 from target_service.engine import TargetEngine
-from tests.common.test_paged_model import GEMMA2, _gemma2
 from tests.cuda_fakes import FakeCapture, attention_of, cuda_like
 from tests.driver import Driver, HookedModel, Script
 from tests.models import VOCAB, paged, transformer
@@ -236,7 +235,7 @@ def _build(
 ) -> tuple[object, int]:
     """The loader's own way, as if the model were on a GPU."""
 
-    def attention(spec: CacheSpec, calls: list[LayerCall]) -> CudaAttention:
+    def attention(spec: CacheSpec, calls: list[LayerCall], _: ModelConfig) -> CudaAttention:
         return attention_of(spec, [c.softcap for c in calls])
 
     monkeypatch.setattr(loader, "_attention", attention)
@@ -269,7 +268,7 @@ def test_a_graph_that_says_something_else_is_refused(monkeypatch: pytest.MonkeyP
 
 def test_a_model_with_reference_layers_has_no_graphs(caplog: pytest.LogCaptureFixture) -> None:
     model, attention = cuda_like(
-        _gemma2(GEMMA2), num_blocks=8, block_size=BLOCK, capture=FakeCapture()
+        transformer("gemma2"), num_blocks=8, block_size=BLOCK, capture=FakeCapture()
     )
     assert isinstance(model, PagedModel)
     assert model.backend == attention.name == "cuda+reference"
