@@ -282,7 +282,7 @@ def test_without_a_compiler_the_reference_serves(
 def test_what_does_not_compile_says_why(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     source = tmp_path / "attention.cpp"
     source.write_text("nonsense;")
-    monkeypatch.setattr(build, "ATTENTION", source)
+    monkeypatch.setattr(build, "ATTENTION", (source,))
     library, reason = attention_library(str(tmp_path))
     assert library is None
     assert "could not compile attention.cpp: " in reason

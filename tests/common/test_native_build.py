@@ -20,9 +20,11 @@ def package(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """An installed package's folder with the source alone; the processor can do everything."""
     folder = tmp_path / "package"
     folder.mkdir()
-    for name in ("SOURCE", "ATTENTION", "NUMBERS"):
-        shutil.copy(getattr(build, name), folder)
-        monkeypatch.setattr(build, name, folder / getattr(build, name).name)
+    for name in ("STEP", "ATTENTION"):
+        copies = tuple(folder / source.name for source in getattr(build, name))
+        for source, copy in zip(getattr(build, name), copies, strict=True):
+            shutil.copy(source, copy)
+        monkeypatch.setattr(build, name, copies)
     monkeypatch.setattr(build, "processor_flags", lambda: build.NEEDED)
     return folder
 
@@ -52,7 +54,7 @@ def test_kernels_of_another_source_are_not_taken(
     package: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     build.prebuild()
-    build.SOURCE.write_text(build.SOURCE.read_text() + "\n// changed\n")
+    build.STEP[0].write_text(build.STEP[0].read_text() + "\n// changed\n")
     monkeypatch.setenv("PATH", "")
     loaded, reason = build.library(str(tmp_path / "cache"))
     assert loaded is None
@@ -62,7 +64,7 @@ def test_kernels_of_another_source_are_not_taken(
 def test_building_an_image_fails_where_nothing_can_be_compiled(
     package: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    build.SOURCE.write_text("int broken(")
+    build.STEP[0].write_text("int broken(")
     with pytest.raises(OSError, match="could not compile"):
         build.prebuild()
     monkeypatch.setenv("PATH", "")

@@ -15,9 +15,10 @@ import subprocess
 import tempfile
 from pathlib import Path
 
-SOURCE = Path(__file__).with_name("kernels.cpp")
-ATTENTION = Path(__file__).with_name("attention.cpp")
-NUMBERS = Path(__file__).with_name("numbers.h")
+# Sources of a library: what is compiled, then what it includes.
+_HEADERS = ("avx512.h", "threads.h", "model.h", "products.h", "softmax.h", "choose.h")
+STEP = tuple(Path(__file__).with_name(name) for name in ("kernels.cpp", *_HEADERS))
+ATTENTION = tuple(Path(__file__).with_name(name) for name in ("attention.cpp", "numbers.h"))
 PLAIN = ("-O3", "-std=c++17", "-fPIC", "-shared", "-fopenmp", "-w")
 FLAGS = (
     *PLAIN,
@@ -48,7 +49,7 @@ def library(cache_dir: str) -> tuple[ctypes.CDLL | None, str]:
     """The compiled kernels of the native step, or None and why there are none."""
     if missing := NEEDED - processor_flags():
         return None, f"the processor lacks {', '.join(sorted(missing))}"
-    return _compiled((SOURCE,), FLAGS, cache_dir)
+    return _compiled(STEP, FLAGS, cache_dir)
 
 
 def attention_library(
@@ -57,7 +58,7 @@ def attention_library(
     """The compiled attention for a processor with such flags (None: this one), or why not."""
     flags = processor_flags() if flags is None else flags
     best = next(options for needed, options in LEVELS if needed <= flags)
-    return _compiled((ATTENTION, NUMBERS), (*ATTENTION_FLAGS, *best), cache_dir)
+    return _compiled(ATTENTION, (*ATTENTION_FLAGS, *best), cache_dir)
 
 
 def prebuild() -> list[Path]:
@@ -68,11 +69,11 @@ def prebuild() -> list[Path]:
     if something can't be compiled.
     """
     wanted: list[tuple[tuple[Path, ...], tuple[str, ...]]]
-    wanted = [((ATTENTION, NUMBERS), ATTENTION_FLAGS)]
+    wanted = [(ATTENTION, ATTENTION_FLAGS)]
     if platform.machine() == "x86_64":
         levels = [options for _, options in LEVELS]
-        wanted = [((ATTENTION, NUMBERS), (*ATTENTION_FLAGS, *options)) for options in levels]
-        wanted.append(((SOURCE,), FLAGS))
+        wanted = [(ATTENTION, (*ATTENTION_FLAGS, *options)) for options in levels]
+        wanted.append((STEP, FLAGS))
     compiler = shutil.which("g++") or shutil.which("clang++")
     if compiler is None:
         raise OSError("there is no C++ compiler (g++ or clang++)")
