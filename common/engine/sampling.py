@@ -17,8 +17,8 @@ from torch import Tensor
 
 from common.types import BoolArray, FloatArray, IntArray, Rule, SamplingParams, SparseDist
 
-TOP_P_CANDIDATES = 1024
-"""top_p looks at this many likeliest tokens first and sorts all only where they fall short."""
+TOP_P_CANDIDATES = (64, 1024)
+"""top_p looks at so many likeliest tokens, then at more, and sorts all where they fall short."""
 
 
 @dataclass(frozen=True)
@@ -124,18 +124,24 @@ def _drop_top_p(y: Tensor, rows: RowParams, warm: IntArray) -> Tensor:
         return y
     chosen = y[index_on(which, y)]
     log_p = torch.log_softmax(chosen, dim=-1)  # [N, V]
-    wanted = _column(top_p[which], y)  # [N, 1]
-    num = min(TOP_P_CANDIDATES, y.shape[1])
-    floor = _top_p_floor(log_p.topk(num, dim=-1).values, wanted)
-    short = torch.isnan(floor).squeeze(1)
-    if short.any():
-        floor[short] = _top_p_floor(
-            log_p[short].sort(dim=-1, descending=True).values, wanted[short]
-        )
-        floor = floor.nan_to_num(nan=-torch.inf)  # rounding: all of them fall short of top_p
+    floor = _top_p_floors(log_p, _column(top_p[which], y))
     # Back to y's own scale: comparing the same numbers keeps ties together.
     y[index_on(which, y)] = chosen.masked_fill(log_p < floor, -torch.inf)
     return y
+
+
+def _top_p_floors(log_p: Tensor, wanted: Tensor) -> Tensor:
+    """Least log p in the smallest set with the wanted mass. [N, V], [N, 1] -> [N, 1]"""
+    floor = torch.full_like(wanted, torch.nan)
+    for num in (*TOP_P_CANDIDATES, log_p.shape[1]):
+        short = torch.isnan(floor).squeeze(1)
+        if not short.any():
+            return floor
+        rows = log_p if short.all() else log_p[short]
+        every = num >= log_p.shape[1]
+        best = rows.sort(dim=-1, descending=True)[0] if every else rows.topk(num, dim=-1)[0]
+        floor[short] = _top_p_floor(best, wanted[short])
+    return floor.nan_to_num(nan=-torch.inf)  # rounding: all of them fall short of top_p
 
 
 def _top_p_floor(best: Tensor, wanted: Tensor) -> Tensor:
