@@ -19,6 +19,7 @@ from common.engine.native import NativeModel, UnsupportedError
 from common.engine.native.build import library
 from common.engine.native.noise import NativeNoise
 from common.engine.noise import Domain, GumbelNoise, NoiseKeys
+from common.engine.probe import is_row_invariant
 from tests.models import transformer
 
 CACHE = ModelConfig().cache_dir
@@ -226,8 +227,28 @@ def test_the_same_choices_as_with_all_logarithms(
     keys = NoiseKeys(np.full(8, seed, np.uint64), np.arange(8))
     loaded, _ = library(CACHE)
     assert loaded
-    native = NativeNoise(loaded).choose(keys, Domain.TOKEN, log_w)
-    assert native.tolist() == GumbelNoise().choose(keys, Domain.TOKEN, log_w).tolist()
+    native, plain = NativeNoise(loaded), GumbelNoise()
+    expected = plain.choose(keys, Domain.TOKEN, log_w)
+    assert torch.equal(native.choose(keys, Domain.TOKEN, log_w), expected)
+    assert torch.equal(native.likeliest(log_w), plain.likeliest(log_w))
+    if seed % 2:  # numbers that aren't any are found, as torch finds them
+        log_w[3, seed % num] = torch.nan
+        assert native.choose(keys, Domain.TOKEN, log_w)[3] == seed % num
+        assert native.likeliest(log_w)[3] == seed % num
+
+
+def test_the_faster_kernel_for_one_row_is_taken_on_request_and_told() -> None:
+    """It sums in another order, so the target must not call itself row-invariant."""
+    model = _model("llama", torch.bfloat16)
+    if not _native("llama", model=model).uses_amx:
+        pytest.skip("without AMX there is one kernel only")
+    exact, _ = build(model, ModelConfig(num_kv_tokens=1536))
+    fast, _ = build(
+        _model("llama", torch.bfloat16),
+        ModelConfig(num_kv_tokens=1536, allow_batch_dependent=True),
+    )
+    assert is_row_invariant(exact, 16, 96)
+    assert not is_row_invariant(fast, 16, 96)
 
 
 def test_the_loader_finds_the_window() -> None:
