@@ -1,17 +1,18 @@
 """Every tier of a rendered install is restarted pod by pod, under load, and no client notices.
 
 As a Deployment does it: pools without a surge, gateways with one; the next pod when the new one
-has been ready for `minReadySeconds`. Clients connect anew for each request, to one of the gateways
-that are ready, as through a Service.
+has been ready for `minReadySeconds`. Half of the clients connect anew for each request, the others
+keep one channel; both through a Service, whose connections go to gateways that are ready.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -63,6 +64,36 @@ class Load:
     num_answers: int = 0
     num_accepted: int = 0
     failures: list[str] = field(default_factory=list)
+
+
+class Service:
+    """The gateways' Service: an address that hands each connection to a pod that is ready."""
+
+    def __init__(self, node: Node) -> None:
+        self._node = node
+        self._turns = itertools.count()
+
+    @contextlib.asynccontextmanager
+    async def served(self) -> AsyncIterator[str]:
+        """Its address."""
+        async with await asyncio.start_server(self._forward, "127.0.0.1", 0) as server:
+            port = server.sockets[0].getsockname()[1]
+            yield f"127.0.0.1:{port}"
+            server.close()
+
+    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        gateways = [p for p in self._node.of_component("gateway") if p in self._node.published]
+        pod = gateways[next(self._turns) % len(gateways)]  # none: a failure as well
+        there = await asyncio.open_connection(pod.host, pod.port)
+        await asyncio.gather(_copy(reader, there[1]), _copy(there[0], writer))
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
 
 
 @pytest.fixture(scope="module")
@@ -132,37 +163,38 @@ def _restart(node: Node, tier: str, seconds: list[float]) -> None:
         assert old.exit_code == 0
 
 
-async def _ask(node: Node, i: int, load: Load, over: asyncio.Event) -> None:
-    """One client: its request again and again, each at a gateway that is ready."""
-    for turn in itertools.count(i):
-        if over.is_set():
-            return
-        gateways = [pod for pod in node.of_component("gateway") if pod in node.published]
-        prompt, options = _asked(i)
-        try:
-            pod = gateways[turn % len(gateways)]  # none: a failure as well
-            async with AsyncClient(f"{pod.host}:{pod.port}") as client:
-                answer = await client.generate(prompt, options)
-        except Exception as error:
-            load.failures.append(f"client {i}, request {load.num_answers}: {error!r}")
-            return
-        load.num_answers += 1
-        load.num_accepted += answer.finished.speculation.accepted
-        if (
-            answer.token_ids != load.expected[i]
-            or answer.finished.reason is not FinishReason.LENGTH
-        ):
-            load.failures.append(f"client {i}: another text")
+async def _ask(address: str, i: int, load: Load, over: asyncio.Event) -> None:
+    """One client: its request again and again; every other one keeps its channel."""
+    prompt, options = _asked(i)
+    async with AsyncClient(address) as kept:
+        while not over.is_set():
+            try:
+                if i % 2:
+                    answer = await kept.generate(prompt, options)
+                else:
+                    async with AsyncClient(address) as client:
+                        answer = await client.generate(prompt, options)
+            except Exception as error:
+                load.failures.append(f"client {i}, request {load.num_answers}: {error!r}")
+                return
+            load.num_answers += 1
+            load.num_accepted += answer.finished.speculation.accepted
+            if (
+                answer.token_ids != load.expected[i]
+                or answer.finished.reason is not FinishReason.LENGTH
+            ):
+                load.failures.append(f"client {i}: another text")
 
 
 async def _under_load(node: Node, tier: str, load: Load, seconds: list[float]) -> None:
     over = asyncio.Event()
-    clients = [asyncio.create_task(_ask(node, i, load, over)) for i in range(NUM_CLIENTS)]
-    try:
-        await asyncio.to_thread(_restart, node, tier, seconds)
-    finally:
-        over.set()
-        await asyncio.gather(*clients)
+    async with Service(node).served() as address:
+        clients = [asyncio.create_task(_ask(address, i, load, over)) for i in range(NUM_CLIENTS)]
+        try:
+            await asyncio.to_thread(_restart, node, tier, seconds)
+        finally:
+            over.set()
+            await asyncio.gather(*clients)
 
 
 @pytest.mark.parametrize("tier", ["target", "draft", "gateway"])
