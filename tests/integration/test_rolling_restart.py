@@ -1,8 +1,9 @@
 """Every tier of a rendered install is restarted pod by pod, under load, and no client notices.
 
 As a Deployment does it: pools without a surge, gateways with one; the next pod when the new one
-has been ready for `minReadySeconds`. Half of the clients connect anew for each request, the others
-keep one channel; both through a Service, whose connections go to gateways that are ready.
+has been ready for `minReadySeconds`. Half of the clients connect anew for each request, to one of
+the gateways that are ready; the others keep one channel to a Service, which hands each connection
+to one of those.
 """
 
 from __future__ import annotations
@@ -13,6 +14,7 @@ import itertools
 import sys
 import time
 from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -66,26 +68,28 @@ class Load:
     failures: list[str] = field(default_factory=list)
 
 
-class Service:
-    """The gateways' Service: an address that hands each connection to a pod that is ready."""
+def _ready(node: Node, turn: int) -> Pod:
+    """One of the gateways that are ready; none: a failure as well."""
+    gateways = [pod for pod in node.of_component("gateway") if pod in node.published]
+    return gateways[turn % len(gateways)]
 
-    def __init__(self, node: Node) -> None:
-        self._node = node
-        self._turns = itertools.count()
 
-    @contextlib.asynccontextmanager
-    async def served(self) -> AsyncIterator[str]:
-        """Its address."""
-        async with await asyncio.start_server(self._forward, "127.0.0.1", 0) as server:
-            port = server.sockets[0].getsockname()[1]
-            yield f"127.0.0.1:{port}"
-            server.close()
+@contextlib.asynccontextmanager
+async def _service(node: Node) -> AsyncIterator[str]:
+    """An address whose connections end at gateways that were ready when they were made."""
+    turns, both_ways = itertools.count(), set[asyncio.Task[None]]()
 
-    async def _forward(self, reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
-        gateways = [p for p in self._node.of_component("gateway") if p in self._node.published]
-        pod = gateways[next(self._turns) % len(gateways)]  # none: a failure as well
-        there = await asyncio.open_connection(pod.host, pod.port)
-        await asyncio.gather(_copy(reader, there[1]), _copy(there[0], writer))
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        pod = _ready(node, next(turns))
+        reader_there, writer_there = await asyncio.open_connection(pod.host, pod.port)
+        for way in (_copy(reader, writer_there), _copy(reader_there, writer)):
+            both_ways.add(asyncio.create_task(way))
+
+    server = await asyncio.start_server(forward, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    await asyncio.gather(*both_ways)  # which end with their clients
+    assert next(turns) > 0  # it was used
 
 
 async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
@@ -94,6 +98,8 @@ async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> N
             writer.write(data)
             await writer.drain()
     writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
 
 
 @pytest.fixture(scope="module")
@@ -163,17 +169,27 @@ def _restart(node: Node, tier: str, seconds: list[float]) -> None:
         assert old.exit_code == 0
 
 
-async def _ask(address: str, i: int, load: Load, over: asyncio.Event) -> None:
-    """One client: its request again and again; every other one keeps its channel."""
+@contextlib.asynccontextmanager
+async def _channels(
+    node: Node, i: int, service: str
+) -> AsyncIterator[Callable[[], AbstractAsyncContextManager[AsyncClient]]]:
+    """What gives client i its channel for a request: a new one, or the same again and again."""
+    if i % 2:
+        async with AsyncClient(service) as kept:
+            yield lambda: contextlib.nullcontext(kept)
+    else:
+        pods = (_ready(node, turn) for turn in itertools.count(i))
+        yield lambda: AsyncClient("{0.host}:{0.port}".format(next(pods)))
+
+
+async def _ask(node: Node, i: int, service: str, load: Load, over: asyncio.Event) -> None:
+    """One client: its request again and again."""
     prompt, options = _asked(i)
-    async with AsyncClient(address) as kept:
+    async with _channels(node, i, service) as channel:
         while not over.is_set():
             try:
-                if i % 2:
-                    answer = await kept.generate(prompt, options)
-                else:
-                    async with AsyncClient(address) as client:
-                        answer = await client.generate(prompt, options)
+                async with channel() as client:
+                    answer = await client.generate(prompt, options)
             except Exception as error:
                 load.failures.append(f"client {i}, request {load.num_answers}: {error!r}")
                 return
@@ -188,8 +204,10 @@ async def _ask(address: str, i: int, load: Load, over: asyncio.Event) -> None:
 
 async def _under_load(node: Node, tier: str, load: Load, seconds: list[float]) -> None:
     over = asyncio.Event()
-    async with Service(node).served() as address:
-        clients = [asyncio.create_task(_ask(address, i, load, over)) for i in range(NUM_CLIENTS)]
+    async with _service(node) as service:
+        clients = [
+            asyncio.create_task(_ask(node, i, service, load, over)) for i in range(NUM_CLIENTS)
+        ]
         try:
             await asyncio.to_thread(_restart, node, tier, seconds)
         finally:
