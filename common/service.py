@@ -24,6 +24,10 @@ from common.telemetry import Tracing
 log = logging.getLogger(__name__)
 FLUSH_SECONDS = 3.0
 """How long a collector may take for the last spans."""
+LAST_SECONDS = 1.0
+"""What RPCs that are left have to end by themselves; a health `Watch` never does."""
+OPENING_SECONDS = 0.2
+"""How long a request that had come before its client was sent away may take to be live."""
 
 CHANNEL_OPTIONS: list[tuple[str, int]] = [
     ("grpc.max_receive_message_length", 64 << 20),
@@ -71,14 +75,19 @@ def run(
     service_names: Sequence[str],
     start: Start,
     tracing: Tracing | None = None,
+    *,
+    sends_clients_away: bool = False,
 ) -> None:
     """Run a service until SIGTERM or SIGINT; exits non-zero if it fails.
 
     service_names are full protobuf names, for health and reflection. Spans that wait are
-    exported at the end, whatever it is.
+    exported at the end, whatever it is. sends_clients_away: those who ask it may as well ask
+    another one, and are told so when it begins to drain; not for services whose clients hold
+    streams that need the connection, and hear `Draining` there.
     """
     logs.set_up(config)
-    serving = _serve(config, service_names, start, tracing or Tracing(config.name))
+    tracing = tracing or Tracing(config.name)
+    serving = _serve(config, service_names, start, tracing, sends_clients_away)
     if refusal := asyncio.run(_refusal(config, serving)):
         sys.exit(f"tandem {config.name}: {refusal}")
 
@@ -94,7 +103,11 @@ async def _refusal(config: ServiceConfig, serving: Awaitable[None]) -> str:
 
 
 async def _serve(
-    config: ServiceConfig, service_names: Sequence[str], start: Start, tracing: Tracing
+    config: ServiceConfig,
+    service_names: Sequence[str],
+    start: Start,
+    tracing: Tracing,
+    sends_clients_away: bool,
 ) -> None:
     loop = asyncio.get_running_loop()
     told_to_stop = asyncio.Event()
@@ -128,10 +141,13 @@ async def _serve(
     failed: asyncio.Future[Any] = running.failed
     await asyncio.wait([told, failed], return_when=asyncio.FIRST_COMPLETED)
     await probed.tell(ready=False)
+    leaving: list[asyncio.Future[None]] = []
     if not failed.done():
         log.info("draining %d live, for %.0f s at most", running.num_live(), config.drain_seconds)
-        running.drain(config.drain_seconds)
         deadline = time.monotonic() + config.drain_seconds
+        if sends_clients_away:
+            leaving.append(await _send_clients_away(server, failed, config.drain_seconds))
+        running.drain(max(0.0, deadline - time.monotonic()))
         while running.num_live() and time.monotonic() < deadline and not failed.done():
             await asyncio.wait([failed], timeout=0.05)
     if failed.done():
@@ -143,10 +159,29 @@ async def _serve(
         logging.shutdown()
         os._exit(1)  # an engine's thread that hangs can't be joined
     await running.stop()
-    await server.stop(grace=1.0)
+    await asyncio.gather(server.stop(grace=LAST_SECONDS), *leaving)
     await asyncio.to_thread(tracing.shutdown, FLUSH_SECONDS)
     await probed.stop()
     log.info("stopped")
+
+
+async def _send_clients_away(
+    server: grpc.aio.Server, failed: asyncio.Future[Any], drain_seconds: float
+) -> asyncio.Future[None]:
+    """Tell every connection to open nothing more, and close the port; what runs goes on.
+
+    What is returned ends when nothing runs any more. gRPC takes no request from now on. What
+    it took before may not be live yet, and is not to be refused: it has a moment for that.
+    """
+    # This sends GOAWAY at once. Whatever outlives the drain is ended by its owner first.
+    ending = server.stop(grace=drain_seconds + LAST_SECONDS)
+    leaving: asyncio.Future[None] = asyncio.ensure_future(ending)
+    await asyncio.wait(
+        [leaving, failed],
+        timeout=min(OPENING_SECONDS, drain_seconds),
+        return_when=asyncio.FIRST_COMPLETED,
+    )
+    return leaving
 
 
 class _Health:

@@ -36,7 +36,7 @@ def main() -> None:
         add_to_server(GatewayServicer(config, relay, spans), server)
         return relay
 
-    run(config, [SERVICE_NAME], start, tracing)
+    run(config, [SERVICE_NAME], start, tracing, sends_clients_away=True)
 
 
 if __name__ == "__main__":

@@ -13,6 +13,7 @@ with the seed and the ids that have come, see "Resuming" in `gateway/README.md`.
 
 from __future__ import annotations
 
+import json
 import re
 from collections.abc import AsyncGenerator, Generator
 from dataclasses import replace
@@ -64,6 +65,24 @@ __all__ = [
     "Started",
 ]
 
+_RETRIES = {
+    # Sent in the very moment in which a gateway sends its clients elsewhere: gRPC's server drops
+    # such a request as CANCELLED, unread. One that has begun to answer is never sent again.
+    "maxAttempts": 4,
+    "initialBackoff": "0.05s",
+    "maxBackoff": "0.5s",
+    "backoffMultiplier": 2,
+    "retryableStatusCodes": ["CANCELLED"],
+}
+CLIENT_OPTIONS: list[tuple[str, Any]] = [
+    *CHANNEL_OPTIONS,
+    (
+        "grpc.service_config",
+        json.dumps({"methodConfig": [{"name": [{}], "retryPolicy": _RETRIES}]}),
+    ),
+]
+"""For channels to a gateway, or to several by one name."""
+
 _NO_CONNECTION = re.compile("failed to connect|errors resolving|connections to all backends")
 _BROKEN_CONNECTION = re.compile("Socket closed|Connection reset|GOAWAY")
 
@@ -85,7 +104,7 @@ class Client:
 
     def __init__(self, address: str) -> None:
         self._address = check_address(address, "address")
-        self._channel = grpc.insecure_channel(address, CHANNEL_OPTIONS)
+        self._channel = grpc.insecure_channel(address, CLIENT_OPTIONS)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
     def __enter__(self) -> Self:
@@ -161,7 +180,7 @@ class AsyncClient:
 
     def __init__(self, address: str) -> None:
         self._address = check_address(address, "address")
-        self._channel = grpc.aio.insecure_channel(address, CHANNEL_OPTIONS)
+        self._channel = grpc.aio.insecure_channel(address, CLIENT_OPTIONS)
         self._stub = gateway_pb2_grpc.GatewayServiceStub(self._channel)
 
     async def __aenter__(self) -> Self:

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
+import signal
 import socket
 from pathlib import Path
 
@@ -172,6 +174,34 @@ def test_the_gateway_runs_as_a_process_and_drains() -> None:
             length = len(opened.token_ids) + 2
             target.say(*verdicts(opened, [ending("y")], committed_len=length))
             assert await last == "hey"
+            assert await asyncio.to_thread(process.stop) == 0
+        finally:
+            process.kill()
+            await target.stop()
+
+    asyncio.run(main())
+
+
+def test_what_outlives_the_drain_is_told_when_to_try_again() -> None:
+    """However often the gateway is told to stop."""
+
+    async def main() -> None:
+        target = FakeTarget()
+        target.script = ["he"]  # and no end
+        await target.start()
+        args = ["--port=0", f"--target={target.address}", "--drain-seconds=1"]
+        process = ServiceProcess("gateway", args)
+        try:
+            address = await asyncio.to_thread(process.wait_until_serving, 20)
+            async with AsyncClient(address) as client:
+                answer = asyncio.create_task(client.generate("hi"))
+                await until(lambda: target.opens)
+                process.terminate()
+                await asyncio.sleep(0.5)
+                os.kill(process.pid, signal.SIGTERM)
+                with pytest.raises(UnavailableError, match="the gateway stops") as caught:
+                    await answer
+            assert caught.value.retry_after_seconds
             assert await asyncio.to_thread(process.stop) == 0
         finally:
             process.kill()

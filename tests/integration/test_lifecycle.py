@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
 from collections.abc import Iterator
@@ -19,6 +18,7 @@ from common.types import FinishReason
 from gateway.cli.processes import LocalStack, ServiceProcess
 from gateway.client import Client, Delta, Finished, Generation, Options
 from tests.integration.stacks import tiny_model
+from tests.scrape import free_port
 
 pytestmark = [pytest.mark.processes, pytest.mark.timeout(120)]
 SERVING, NOT_SERVING = (
@@ -113,9 +113,7 @@ def test_health_and_reflection(stack: LocalStack) -> None:
 
 
 def test_a_gateway_that_waits_for_its_target_is_live_but_not_ready() -> None:
-    with socket.socket() as probe:  # a free port: the gateway tells its own only once it serves
-        probe.bind(("127.0.0.1", 0))
-        port = probe.getsockname()[1]
+    port = free_port()  # the gateway tells its own only once it serves
     gateway = ServiceProcess("gateway", ["--target=127.0.0.1:1", f"--port={port}"])
     try:
         address, deadline = f"127.0.0.1:{port}", time.monotonic() + 20
@@ -133,19 +131,23 @@ def test_a_gateway_that_waits_for_its_target_is_live_but_not_ready() -> None:
         assert gateway.stop() == 0
 
 
-def test_a_gateway_that_drains_finishes_its_streams(stack: LocalStack) -> None:
-    assert stack.gateway
-    streams = Streams(stack.gateway_address, 5)
-    with Client(stack.gateway_address) as client:
-        stack.gateway.terminate()
-        refusal = _refusal(client)
-        assert "stops" in str(refusal)
-        if not streams.last:
-            assert _health(stack.gateway_address, "ready") == NOT_SERVING
-            assert _health(stack.gateway_address, "live") == SERVING
-    streams.join()
-    streams.assert_whole()
-    assert stack.gateway.stop() == 0
+def test_a_gateway_that_drains_finishes_its_streams(tmp_path: Path) -> None:
+    """Who knows no other one is told that it is gone, while probes are told that it is live."""
+    probed = f"127.0.0.1:{free_port()}"
+    args = [f"--health-port={probed.rpartition(':')[2]}"]
+    with LocalStack(model=tiny_model(tmp_path), draft="ngram", gateway_args=args) as stack:
+        assert stack.gateway
+        streams = Streams(stack.gateway_address, 5)
+        with Client(stack.gateway_address) as client:
+            client.models()  # over a connection from before
+            stack.gateway.terminate()
+            assert f"no gateway at {stack.gateway_address}" in str(_refusal(client))
+            if not streams.last:
+                assert _health(probed, "ready") == NOT_SERVING
+                assert _health(probed, "live") == SERVING
+        streams.join()
+        streams.assert_whole()
+        assert stack.gateway.stop() == 0
 
 
 def test_a_target_that_drains_finishes_its_sequences(stack: LocalStack) -> None:

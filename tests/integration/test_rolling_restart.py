@@ -1,17 +1,20 @@
 """Every tier of a rendered install is restarted pod by pod, under load, and no client notices.
 
 As a Deployment does it: pools without a surge, gateways with one; the next pod when the new one
-has been ready for `minReadySeconds`. Clients connect anew for each request, to one of the gateways
-that are ready, as through a Service.
+has been ready for `minReadySeconds`. Half of the clients connect anew for each request, to one of
+the gateways that are ready; the others keep one channel to a Service, which hands each connection
+to one of those.
 """
 
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import itertools
 import sys
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import AsyncIterator, Callable, Iterator
+from contextlib import AbstractAsyncContextManager
 from dataclasses import dataclass, field
 from functools import partial
 
@@ -63,6 +66,40 @@ class Load:
     num_answers: int = 0
     num_accepted: int = 0
     failures: list[str] = field(default_factory=list)
+
+
+def _ready(node: Node, turn: int) -> Pod:
+    """One of the gateways that are ready; none: a failure as well."""
+    gateways = [pod for pod in node.of_component("gateway") if pod in node.published]
+    return gateways[turn % len(gateways)]
+
+
+@contextlib.asynccontextmanager
+async def _service(node: Node) -> AsyncIterator[str]:
+    """An address whose connections end at gateways that were ready when they were made."""
+    turns, both_ways = itertools.count(), set[asyncio.Task[None]]()
+
+    async def forward(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+        pod = _ready(node, next(turns))
+        reader_there, writer_there = await asyncio.open_connection(pod.host, pod.port)
+        for way in (_copy(reader, writer_there), _copy(reader_there, writer)):
+            both_ways.add(asyncio.create_task(way))
+
+    server = await asyncio.start_server(forward, "127.0.0.1", 0)
+    async with server:
+        yield f"127.0.0.1:{server.sockets[0].getsockname()[1]}"
+    await asyncio.gather(*both_ways)  # which end with their clients
+    assert next(turns) > 0  # it was used
+
+
+async def _copy(reader: asyncio.StreamReader, writer: asyncio.StreamWriter) -> None:
+    with contextlib.suppress(ConnectionError):
+        while data := await reader.read(1 << 16):
+            writer.write(data)
+            await writer.drain()
+    writer.close()
+    with contextlib.suppress(ConnectionError):
+        await writer.wait_closed()
 
 
 @pytest.fixture(scope="module")
@@ -132,37 +169,50 @@ def _restart(node: Node, tier: str, seconds: list[float]) -> None:
         assert old.exit_code == 0
 
 
-async def _ask(node: Node, i: int, load: Load, over: asyncio.Event) -> None:
-    """One client: its request again and again, each at a gateway that is ready."""
-    for turn in itertools.count(i):
-        if over.is_set():
-            return
-        gateways = [pod for pod in node.of_component("gateway") if pod in node.published]
-        prompt, options = _asked(i)
-        try:
-            pod = gateways[turn % len(gateways)]  # none: a failure as well
-            async with AsyncClient(f"{pod.host}:{pod.port}") as client:
-                answer = await client.generate(prompt, options)
-        except Exception as error:
-            load.failures.append(f"client {i}, request {load.num_answers}: {error!r}")
-            return
-        load.num_answers += 1
-        load.num_accepted += answer.finished.speculation.accepted
-        if (
-            answer.token_ids != load.expected[i]
-            or answer.finished.reason is not FinishReason.LENGTH
-        ):
-            load.failures.append(f"client {i}: another text")
+@contextlib.asynccontextmanager
+async def _channels(
+    node: Node, i: int, service: str
+) -> AsyncIterator[Callable[[], AbstractAsyncContextManager[AsyncClient]]]:
+    """What gives client i its channel for a request: a new one, or the same again and again."""
+    if i % 2:
+        async with AsyncClient(service) as kept:
+            yield lambda: contextlib.nullcontext(kept)
+    else:
+        pods = (_ready(node, turn) for turn in itertools.count(i))
+        yield lambda: AsyncClient("{0.host}:{0.port}".format(next(pods)))
+
+
+async def _ask(node: Node, i: int, service: str, load: Load, over: asyncio.Event) -> None:
+    """One client: its request again and again."""
+    prompt, options = _asked(i)
+    async with _channels(node, i, service) as channel:
+        while not over.is_set():
+            try:
+                async with channel() as client:
+                    answer = await client.generate(prompt, options)
+            except Exception as error:
+                load.failures.append(f"client {i}, request {load.num_answers}: {error!r}")
+                return
+            load.num_answers += 1
+            load.num_accepted += answer.finished.speculation.accepted
+            if (
+                answer.token_ids != load.expected[i]
+                or answer.finished.reason is not FinishReason.LENGTH
+            ):
+                load.failures.append(f"client {i}: another text")
 
 
 async def _under_load(node: Node, tier: str, load: Load, seconds: list[float]) -> None:
     over = asyncio.Event()
-    clients = [asyncio.create_task(_ask(node, i, load, over)) for i in range(NUM_CLIENTS)]
-    try:
-        await asyncio.to_thread(_restart, node, tier, seconds)
-    finally:
-        over.set()
-        await asyncio.gather(*clients)
+    async with _service(node) as service:
+        clients = [
+            asyncio.create_task(_ask(node, i, service, load, over)) for i in range(NUM_CLIENTS)
+        ]
+        try:
+            await asyncio.to_thread(_restart, node, tier, seconds)
+        finally:
+            over.set()
+            await asyncio.gather(*clients)
 
 
 @pytest.mark.parametrize("tier", ["target", "draft", "gateway"])
