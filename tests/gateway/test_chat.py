@@ -10,6 +10,7 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -145,6 +146,8 @@ class Terminal:
             stdout=inner,
             stderr=inner,
             start_new_session=True,
+            # A job in the background ignores interruptions, and so would its children.
+            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
             env={**os.environ, "TERM": "dumb"},
         )
         os.close(inner)

@@ -150,7 +150,7 @@ def test_requests_go_on_without_a_draft() -> None:
 def test_a_refusing_draft_is_left_alone() -> None:
     async def test(w: World) -> None:
         task = asyncio.create_task(w.stream())
-        await until(lambda: w.draft.opens)
+        await until(lambda: w.draft.opens and w.target.opens)
         [at_draft], [at_target] = w.draft.opens, w.target.opens
         w.draft.say(Refusal(at_draft.sequence_id, SequenceError(8, "NO_CAPACITY", "full")))
         await until(lambda: w.relay.status()[1].num_sequences == 0)
