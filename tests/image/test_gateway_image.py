@@ -19,7 +19,7 @@ from tests.image.contained import Place, why_not_contained
 from tests.image.dockerfile import ROOT, command
 from tests.models import CONFIGS
 
-pytestmark = [pytest.mark.processes, pytest.mark.timeout(600)]  # half a minute, if it's alone
+pytestmark = [pytest.mark.processes, pytest.mark.heavy, pytest.mark.timeout(600)]
 MAX_MEGABYTES = 250
 contained = pytest.mark.skipif(bool(why_not_contained()), reason=why_not_contained())
 

@@ -62,7 +62,7 @@ def _disjoint() -> torch.Tensor:
 
 DRAFTS = {"good": TARGET + _table(12, 0.4), "bad": _table(13, 2.0), "disjoint": _disjoint()}
 CASES = [
-    pytest.param(rule, draft, marks=[pytest.mark.heavy] if rule is Rule.COUPLED and i else [])
+    pytest.param(rule, draft, marks=[pytest.mark.heavy] if i else [])
     for rule in (Rule.REJECTION, Rule.COUPLED)
     for i, draft in enumerate(DRAFTS)
 ]

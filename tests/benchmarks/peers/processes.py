@@ -113,6 +113,7 @@ def _command(name: str, max_running: int) -> tuple[list[str], dict[str, str]]:
         cores = sorted(os.sched_getaffinity(0))[:THREADS]
         env = here | {
             "VLLM_CPU_OMP_THREADS_BIND": f"{cores[0]}-{cores[-1]}",
+            "VLLM_ENABLE_V1_MULTIPROCESSING": "0",  # a tenth faster here than with a process more
             "VLLM_CACHE_ROOT": str((ROOT / "vllm-cache").resolve()),
             "LD_PRELOAD": f"{find_tcmalloc()}:{find_iomp()}",
         }
