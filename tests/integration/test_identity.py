@@ -50,7 +50,12 @@ class Kind:
         return f"{self.dtype}, {self.draft}"
 
 
-KINDS = [Kind(d, t) for t in ("float32", "bfloat16") for d in ("ngram", "self")]
+KINDS = [
+    Kind("ngram", "float32"),
+    pytest.param(Kind("self", "float32"), marks=pytest.mark.heavy),
+    Kind("ngram", "bfloat16"),
+    Kind("self", "bfloat16"),
+]
 
 
 @pytest.fixture(scope="module", params=KINDS, ids=str)

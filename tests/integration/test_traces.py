@@ -289,9 +289,13 @@ def test_ends_show_as_status_and_event(ran: Run) -> None:
             assert (code, ok, root.events[-1]) == (4, False, "tandem.deadline")
         elif isinstance(outcome.error, InvalidRequestError):
             assert (code, ok, root.events) == (3, False, [])
+        elif (code, ok) == (0, True):  # its end crossed with the client's leaving
+            seen["crossed"] += 1
+            continue
         else:
             assert (code, ok, root.events[-1]) == (1, False, "tandem.cancelled")
         seen[type(outcome.error).__name__] += 1
+    assert seen["crossed"] <= 1
     assert seen["TimedOutError"] >= 3
     assert seen["AbandonedError"] >= 5
     assert seen["InvalidRequestError"] >= 5
