@@ -104,7 +104,7 @@ class Undrafted:
 
 
 @contextlib.contextmanager
-def undrafted() -> Iterator[Undrafted]:
-    """See `Undrafted`."""
+def undrafted(*args: str) -> Iterator[Undrafted]:
+    """See `Undrafted`; args are more of the target's flags."""
     with contextlib.ExitStack() as running:
-        yield Undrafted({t: running.enter_context(shared(t)) for t in (1, 2)})
+        yield Undrafted({t: running.enter_context(shared(t, args=args)) for t in (1, 2)})
