@@ -3,18 +3,19 @@
 from __future__ import annotations
 
 import asyncio
+import json
 import random
+import subprocess
+import sys
 from collections.abc import Iterator
-from functools import partial
 from statistics import median
 from typing import Any
 
-from gateway.cli.processes import StackError
 from gateway.client import AsyncClient, Generation, Options
-from tests.benchmarks.answers import Prompts, ask
-from tests.benchmarks.harness import Row, Scale, bounded, interleave, ratios, spread
-from tests.benchmarks.prompts import chats, edits, essays
-from tests.benchmarks.stack import NGRAM, shared
+from tests.benchmarks.answers import Prompts
+from tests.benchmarks.harness import Row, Scale, bounded, ratios, spread
+from tests.benchmarks.prompts import edits, essays
+from tests.benchmarks.stack import NGRAM, shared, two_cores
 
 AT_ONCE, FIRST_SEED = 16, 1000
 KINDS: dict[str, dict[str, Any]] = {
@@ -70,26 +71,14 @@ async def _answers(
 
 
 def invariance(scale: Scale) -> Iterator[Row]:
-    """What rows that do not depend on their batch cost, undrafted."""
-    try:
-        with shared() as same, shared(args=["--allow-batch-dependent"]) as any_batch:
-            for num in (1, 16):
-                yield from _cost(num, {"invariant": same, "any": any_batch}, scale)
-    except StackError as error:
-        yield Row("cost of row invariance", f"not measured: --allow-batch-dependent: {error}")
-
-
-def _cost(num: int, addresses: dict[str, str], scale: Scale) -> Iterator[Row]:
-    prompts = chats(num)
-
-    def rate(address: str) -> float:
-        return ask(address, prompts, scale.num_tokens, speculate=False).rate
-
-    contenders = {name: partial(rate, address) for name, address in addresses.items()}
-    for run in contenders.values():
-        run()  # warm up
-    rates = interleave(contenders, scale.rounds)
-    for name, found in rates.items():
-        yield Row(f"{num:2} requests, rows {name}", f"{spread(found, '.1f')} tok/s")
-    cost = 100 * (1 - median(ratios(rates["invariant"], rates["any"])))
-    yield bounded(f"{num:2} requests, cost of row invariance", cost, "<=", 5, " %")
+    """What rows that do not depend on their batch cost a pass."""
+    rounds = "3" if scale.quick else "61"
+    command = [sys.executable, "-m", "tests.benchmarks.invariance", two_cores(), "2", rounds]
+    done = subprocess.run(command, stdout=subprocess.PIPE, text=True, check=True)
+    for num, (same, any_batch) in zip(
+        (1, 16), json.loads(done.stdout.splitlines()[-1]), strict=True
+    ):
+        for name, found in (("invariant", same), ("any", any_batch)):
+            yield Row(f"{num:2} rows, {name}", f"{spread([s * 1e3 for s in found], '.1f')} ms")
+        cost = 100 * (median(ratios(same, any_batch)) - 1)
+        yield bounded(f"{num:2} requests, cost of row invariance", cost, "<=", 5, " %")

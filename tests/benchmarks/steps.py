@@ -81,14 +81,14 @@ def _work(points: list[Point], rounds: int, threads: int) -> dict[str, Any]:
     num_kv_tokens = max(most * BLOCK_SIZE, FILL)
     loaded = load(ModelConfig(dtype="bfloat16", threads=threads, num_kv_tokens=num_kv_tokens))
     blocks = BlockManager(loaded.num_blocks, BLOCK_SIZE, prefix_cache=False)
-    _fill(loaded.model, blocks)
+    fill(loaded.model, blocks)
     seconds: list[list[float]] = [[] for _ in points]
     read, product = list[float](), list[float]()
     read_rate = reader(threads)
     matrix = torch.ones(MATRIX, MATRIX, dtype=torch.bfloat16)
     for _ in range(rounds):
         for point, found in zip(points, seconds, strict=True):
-            found.append(_time_pass(loaded.model, blocks, point))
+            found.append(time_pass(loaded.model, blocks, point))
         read.append(read_rate())
         product.append(_timed(lambda: matrix @ matrix))
     return {"seconds": seconds} | {
@@ -97,7 +97,7 @@ def _work(points: list[Point], rounds: int, threads: int) -> dict[str, Any]:
     }
 
 
-def _fill(model: Any, blocks: Any) -> None:
+def fill(model: Any, blocks: Any) -> None:
     """Write every block: one prompt's, copied over all."""
     from common.engine.batch import Span, pack
 
@@ -111,7 +111,7 @@ def _fill(model: Any, blocks: Any) -> None:
     blocks.free(sid)
 
 
-def _time_pass(model: Any, blocks: Any, point: Point) -> float:
+def time_pass(model: Any, blocks: Any, point: Point) -> float:
     """The better of two passes, after one that warms up."""
     from common.engine.batch import Span, pack
 
