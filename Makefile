@@ -40,7 +40,7 @@ test: install check  ## what every change must pass (under 12 minutes on 2 cores
 	$(BIN)/python -m pytest -n auto -m "not heavy and not processes"
 	$(BIN)/python -m pytest -m "not heavy and processes"
 
-test-all: install check  ## everything (about 45 minutes, 6 of them silent)
+test-all: install check  ## everything (more than an hour, 6 minutes of it silent)
 	$(BIN)/python -m pytest -n auto -m "not processes"
 	$(BIN)/python -m pytest -m processes
 
