@@ -9,13 +9,6 @@ using byte = uint8_t;
 
 namespace {
 
-inline bf16 to_bf16(float x) {
-  uint32_t bits;
-  std::memcpy(&bits, &x, 4);
-  if ((bits & 0x7fffffff) > 0x7f800000) return 0x7fc0;  // NaN stays NaN
-  return static_cast<bf16>((bits + 0x7fff + ((bits >> 16) & 1)) >> 16);
-}
-
 inline __m512 widen(__m256i x) {
   return _mm512_castsi512_ps(_mm512_slli_epi32(_mm512_cvtepu16_epi32(x), 16));
 }
