@@ -103,7 +103,7 @@ class Fleet:
         Raises `NotFoundError`, `InvalidRequestError` if there are several to choose from, or
         `UnavailableError` if no target is there.
         """
-        known = dict.fromkeys(s.model.name for s in self._known())
+        known = sorted({s.model.name for s in self._known()})
         if name and known and name not in known:
             told = ", ".join(f'"{other}"' for other in known)
             raise NotFoundError(f'"{name}" is not served; there is {told}', field="model")

@@ -10,7 +10,6 @@ import signal
 import subprocess
 import sys
 from collections.abc import Callable
-from functools import partial
 
 import pytest
 from typer.testing import CliRunner, Result
@@ -19,7 +18,14 @@ from common.types import OpenSequence, Verdict
 from gateway.cli import app
 from tests.gateway.fakes import TOKENIZER, FakeTarget, World, ending, in_world, until, verdicts
 
-COMMAND = [sys.executable, "-c", "from gateway.cli import app; app()", "chat"]
+# A job in the background ignores interruptions, and so do its children. Undone in the child: a
+# `preexec_fn` would run between fork and exec, where a process with gRPC's threads can hang.
+COMMAND = [
+    *(sys.executable, "-c"),
+    "import signal; signal.signal(signal.SIGINT, signal.default_int_handler);"
+    "from gateway.cli import app; app()",
+    "chat",
+]
 
 
 async def say(w: World, *lines: str, flags: tuple[str, ...] = ()) -> Result:
@@ -146,8 +152,6 @@ class Terminal:
             stdout=inner,
             stderr=inner,
             start_new_session=True,
-            # A job in the background ignores interruptions, and so would its children.
-            preexec_fn=partial(signal.signal, signal.SIGINT, signal.SIG_DFL),
             env={**os.environ, "TERM": "dumb"},
         )
         os.close(inner)
