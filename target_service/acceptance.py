@@ -16,12 +16,13 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 import torch
 from torch import Tensor
 
-from common.engine.noise import Domain, Noise, NoiseKeys
+from common.engine.noise import Domain, Noise, NoiseKeys, UIntArray
 from common.engine.sampling import index_on
 from common.types import BoolArray, IntArray, Rule, SparseDist
 
@@ -38,9 +39,22 @@ class DraftRuns:
 
     row_start: IntArray  # [S + 1] first row of each sequence, every sequence has one or more
     rules: Sequence[Rule]  # [S]
+    seeds: UIntArray  # [S] of the noise
+    start: IntArray  # [S] absolute position that a sequence's first row decides
     draft: IntArray  # [R] token to test, NO_DRAFT where none is at hand (last rows only)
-    keys: NoiseKeys  # [R]
     dists: Mapping[int, SparseDist]  # row -> q, for REJECTION rows; absent means one-hot
+
+    @cached_property
+    def num_rows(self) -> IntArray:
+        """Rows of each sequence. [S]"""
+        return np.diff(self.row_start)
+
+    @cached_property
+    def keys(self) -> NoiseKeys:
+        """Whose noise decides each row. [R]"""
+        offset = np.repeat(self.start - self.row_start[:-1], self.num_rows)
+        positions = np.arange(self.row_start[-1]) + offset
+        return NoiseKeys(np.repeat(self.seeds, self.num_rows), positions)
 
 
 @dataclass(frozen=True)
@@ -54,14 +68,17 @@ class Accepted:
     num_accepted: IntArray  # [S] the first of the emitted tokens
 
 
-def accept(log_p: Tensor, runs: DraftRuns, noise: Noise) -> Accepted:
+def accept(
+    log_p: Tensor, runs: DraftRuns, noise: Noise, likeliest: Tensor | None = None
+) -> Accepted:
     """Test every run against log p. [R, V]
 
     Greedy rows may hold any increasing function of p, coupled ones log p up to a constant.
+    likeliest [R] is `noise.likeliest` of the greedy rows, if it is known.
     """
     greedy, coupled, rejection = _rows_by_rule(runs)
-    tokens, usable = _own(log_p, greedy, coupled, runs, noise)
-    kept = (tokens == runs.draft) & (runs.draft != NO_DRAFT)
+    tokens, usable = _own(log_p, greedy, coupled, runs, noise, likeliest)
+    kept = tokens == runs.draft  # NO_DRAFT is no token
     tested = rejection[runs.draft[rejection] != NO_DRAFT]
     if tested.size:
         kept[tested] = _passes(log_p, tested, runs, noise)
@@ -88,13 +105,21 @@ def accept(log_p: Tensor, runs: DraftRuns, noise: Noise) -> Accepted:
 
 def _rows_by_rule(runs: DraftRuns) -> list[IntArray]:
     """Rows under GREEDY, COUPLED and REJECTION."""
-    order = [Rule.GREEDY, Rule.COUPLED, Rule.REJECTION]
-    rules = np.repeat([order.index(r) for r in runs.rules], np.diff(runs.row_start))
+    order, there = [Rule.GREEDY, Rule.COUPLED, Rule.REJECTION], set(runs.rules)
+    if len(there) == 1:
+        every = np.arange(len(runs.draft))
+        return [every if rule in there else every[:0] for rule in order]
+    rules = np.repeat([order.index(r) for r in runs.rules], runs.num_rows)
     return [np.flatnonzero(rules == i) for i in range(len(order))]
 
 
 def _own(
-    log_p: Tensor, greedy: IntArray, coupled: IntArray, runs: DraftRuns, noise: Noise
+    log_p: Tensor,
+    greedy: IntArray,
+    coupled: IntArray,
+    runs: DraftRuns,
+    noise: Noise,
+    likeliest: Tensor | None,
 ) -> tuple[IntArray, BoolArray]:
     """The target's own token of greedy and coupled rows, and whether it is one. [R] each
 
@@ -102,13 +127,14 @@ def _own(
     """
     num_rows = len(log_p)
     if greedy.size == num_rows:
-        own = noise.likeliest(log_p)
+        own = noise.likeliest(log_p) if likeliest is None else likeliest
     elif coupled.size == num_rows:
         own = noise.choose(runs.keys, Domain.TOKEN, log_p)
     else:
         own = torch.zeros(num_rows, dtype=torch.int64, device=log_p.device)
         if greedy.size:
-            own[index_on(greedy, own)] = noise.likeliest(log_p[index_on(greedy, log_p)])
+            index = index_on(greedy, own)
+            own[index] = noise.likeliest(log_p[index]) if likeliest is None else likeliest[index]
         if coupled.size:
             log_w = log_p[index_on(coupled, log_p)]
             own[index_on(coupled, own)] = noise.choose(runs.keys[coupled], Domain.TOKEN, log_w)
@@ -131,6 +157,8 @@ def _finite(log_p: Tensor, rows: IntArray, tokens: IntArray) -> BoolArray:
 
 def _deciding_rows(kept: BoolArray, row_start: IntArray) -> IntArray:
     """The first row of each sequence whose token was not kept, else its last. [S]"""
+    if not kept.any():
+        return row_start[:-1]
     candidates = np.where(kept, len(kept), np.arange(len(kept)))
     return np.minimum(np.minimum.reduceat(candidates, row_start[:-1]), row_start[1:] - 1)
 

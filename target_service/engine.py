@@ -118,9 +118,9 @@ class TargetEngine:
                     work.seq.started_at = now
             if copies := self._blocks.take_copies():
                 self._model.copy_blocks(copies)
-            logits = self._model.forward(batch_of(plan, self._blocks, self._model.device))
+            output = self._model.forward(batch_of(plan, self._blocks, self._model.device))
             self._drain_late_proposals()
-            decisions = decide(plan, logits, self._noise)
+            decisions = decide(plan, output, self._noise)
             now = time.monotonic()
             num_rows = sum(w.num_rows for w in plan)
             self.policy.ran(shape_of(plan), now - began)

@@ -8,18 +8,18 @@ from __future__ import annotations
 
 from collections.abc import Sequence as Many
 from dataclasses import dataclass
-from itertools import chain
+from itertools import accumulate, chain
 
 import numpy as np
 import torch
 from torch import Tensor
 
 from common.engine.adjustments import RowEdit, adjust_
-from common.engine.batch import RaggedBatch, Span, pack
+from common.engine.batch import Output, RaggedBatch, Span, pack
 from common.engine.block_manager import BlockManager
-from common.engine.noise import Noise, NoiseKeys
-from common.engine.sampling import RowParams, log_probs, widened
-from common.types import BoolArray, IntArray
+from common.engine.noise import Noise
+from common.engine.sampling import RowParams, log_probs_, widened
+from common.types import BoolArray, IntArray, Rule
 from target_service.acceptance import NO_DRAFT, DraftRuns, accept
 from target_service.logprobs import Logprobs, logprobs_of
 from target_service.scheduler import Work
@@ -49,30 +49,30 @@ def batch_of(plan: Many[Work], blocks: BlockManager, device: torch.device) -> Ra
     )
 
 
-def decide(plan: Many[Work], logits: Tensor, noise: Noise) -> list[Decision]:
+def decide(plan: Many[Work], output: Output, noise: Noise) -> list[Decision]:
     """Test every run against its logits, and what has arrived since for the row after it.
 
-    logits [R, V], rows of the deciding work in order; used up: adjusted in place.
+    output: rows of the deciding work in order; used up: adjusted in place.
     """
     deciding = [w for w in plan if w.decides]
     if not deciding:
         return []
     drafts = [[*w.run, w.seq.late_draft(w.run)] for w in deciding]
     runs = _draft_runs(deciding, list(chain.from_iterable(drafts)))
-    x = widened(logits)
+    x = widened(output.logits)
     raw = {i: x[_rows(runs, i)].clone() for i, w in enumerate(deciding) if w.seq.wants_logprobs}
-    adjust_(x, _edits(deciding, runs))
+    likeliest = _adjust_(x, output.likeliest, _edits(deciding, runs), noise)
     params = [w.seq.params for w in deciding]
-    log_p = log_probs(x, RowParams.of(params, np.diff(runs.row_start)))
-    accepted = accept(log_p, runs, noise)
-    nums = np.minimum(
-        np.stack([accepted.num_emitted, accepted.num_tested, accepted.num_accepted]),
-        _leading_usable(~accepted.usable, runs),
-    )
+    if any(rule is not Rule.GREEDY for rule in runs.rules):
+        x = log_probs_(x, RowParams.of(params, runs.num_rows))
+    accepted = accept(x, runs, noise, likeliest)
+    nums = np.stack([accepted.num_emitted, accepted.num_tested, accepted.num_accepted])
+    if not accepted.usable.all():
+        nums = np.minimum(nums, _leading_usable(~accepted.usable, runs))
     firsts, tokens = runs.row_start.tolist(), accepted.tokens.tolist()
     decisions = []
-    for i, (work, (num, num_tested, num_accepted)) in enumerate(
-        zip(deciding, nums.T.tolist(), strict=True)
+    for i, (work, num, num_tested, num_accepted) in enumerate(
+        zip(deciding, *nums.tolist(), strict=True)
     ):
         emitted: list[int] = tokens[firsts[i] : firsts[i] + num]
         tested = [d for d in drafts[i][:num_tested] if d]
@@ -81,6 +81,17 @@ def decide(plan: Many[Work], logits: Tensor, noise: Noise) -> list[Decision]:
             logprobs = logprobs_of(raw[i][:num], emitted, params[i].num_logprobs or 0)
         decisions.append(Decision(work, emitted, tested, num_accepted, logprobs))
     return decisions
+
+
+def _adjust_(
+    x: Tensor, likeliest: Tensor | None, edits: dict[int, RowEdit], noise: Noise
+) -> Tensor | None:
+    """Change rows of x in place; returns what is likeliest then, where that was known."""
+    adjust_(x, edits)
+    if likeliest is not None and edits:
+        edited = torch.tensor(list(edits), device=x.device)
+        likeliest[edited] = noise.likeliest(x[edited])
+    return likeliest
 
 
 def _rows(runs: DraftRuns, i: int) -> slice:
@@ -100,26 +111,19 @@ def _edits(deciding: Many[Work], runs: DraftRuns) -> dict[int, RowEdit]:
 
 def _draft_runs(deciding: Many[Work], drafts: list[Draft | None]) -> DraftRuns:
     """What is tested in each row; drafts [R], None where there is none."""
-    num_rows = np.array([1 + len(w.run) for w in deciding], np.int64)
-    row_start = np.concatenate([[0], np.cumsum(num_rows)])
-    first = np.array([len(w.seq.tokens) for w in deciding], np.int64)
-    seeds = np.array([w.seq.params.seed for w in deciding], np.uint64)
-    positions = np.arange(row_start[-1]) + np.repeat(first - row_start[:-1], num_rows)
     return DraftRuns(
-        row_start=row_start,
+        row_start=np.array([0, *accumulate(1 + len(w.run) for w in deciding)], np.int64),
         rules=[w.seq.params.rule for w in deciding],
+        seeds=np.array([w.seq.params.seed for w in deciding], np.uint64),
+        start=np.array([len(w.seq.tokens) for w in deciding], np.int64),
         draft=np.array([d.token if d else NO_DRAFT for d in drafts], np.int64),
-        keys=NoiseKeys(np.repeat(seeds, num_rows), positions),
         dists={i: d.dist for i, d in enumerate(drafts) if d and d.dist},
     )
 
 
 def _leading_usable(unusable: BoolArray, runs: DraftRuns) -> IntArray:
     """Rows of each sequence before its first one without numbers. [S]"""
-    num_rows = np.diff(runs.row_start)
-    if not unusable.any():
-        return num_rows
-    bounds = zip(runs.row_start[:-1], num_rows, strict=True)
+    bounds = zip(runs.row_start[:-1], runs.num_rows, strict=True)
     found = [
         int(np.argmax(unusable[a : a + n])) if unusable[a : a + n].any() else n for a, n in bounds
     ]

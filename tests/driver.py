@@ -13,9 +13,8 @@ from dataclasses import dataclass, field, replace
 from itertools import chain, repeat
 
 import torch
-from torch import Tensor
 
-from common.engine.batch import RaggedBatch
+from common.engine.batch import Output, RaggedBatch
 from common.engine.paged_model import LanguageModel
 from common.types import ChainId, CloseSequence, Commit, OpenSequence, Proposal, Verdict
 from draft_service.drafters import Drafter
@@ -33,10 +32,10 @@ class HookedModel:
         self.device: torch.device = model.device
         self.during: Callable[[], None] = lambda: None
 
-    def forward(self, batch: RaggedBatch) -> Tensor:
-        logits = self._model.forward(batch)
+    def forward(self, batch: RaggedBatch) -> Output:
+        output = self._model.forward(batch)
         self.during()
-        return logits
+        return output
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         self._model.copy_blocks(copies)

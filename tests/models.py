@@ -18,7 +18,7 @@ from transformers import (
 )
 
 from common.config import ModelConfig
-from common.engine.batch import RaggedBatch
+from common.engine.batch import Output, RaggedBatch
 from common.engine.loader import build
 from common.engine.paged_model import PagedModel
 
@@ -97,9 +97,9 @@ class TableModel:
         self.table = table  # [P, V, V] logits after a token at a position, position mod P
         self.vocab_size = table.shape[-1]
 
-    def forward(self, batch: RaggedBatch) -> Tensor:
+    def forward(self, batch: RaggedBatch) -> Output:
         rows = batch.logit_rows
-        return self.table[batch.positions[rows] % len(self.table), batch.token_ids[rows]]
+        return Output(self.table[batch.positions[rows] % len(self.table), batch.token_ids[rows]])
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """There is no cache to copy in."""

@@ -11,9 +11,8 @@ from collections.abc import Sequence
 
 import numpy as np
 import torch
-from torch import Tensor
 
-from common.engine.batch import RaggedBatch
+from common.engine.batch import Output, RaggedBatch
 
 VOCAB, CONTEXT, BLOCK = 50, 40, 4
 
@@ -42,7 +41,7 @@ class RecallModel:
         self.rows: list[int] = []
         self.copies: list[tuple[int, int]] = []
 
-    def forward(self, batch: RaggedBatch) -> Tensor:
+    def forward(self, batch: RaggedBatch) -> Output:
         self.rows.append(len(batch.token_ids))
         self._cache[batch.slots] = batch.token_ids
         owner = np.searchsorted(batch.query_start, batch.logit_rows.numpy(), side="right") - 1
@@ -51,7 +50,7 @@ class RecallModel:
             logits, owner, batch.positions[batch.logit_rows].tolist(), strict=True
         ):
             row[say(self._cache[batch.context_slots[s][: position + 1]].tolist())] = 9.0
-        return logits
+        return Output(logits)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         blocks = self._cache.view(-1, BLOCK)

@@ -150,11 +150,14 @@ def check_ids(params: SamplingParams, end_ids: Collection[int], vocab_size: int)
         )
 
 
-@torch.inference_mode()  # a model's logits may not be written to outside
 def adjust_(x: Tensor, edits: Mapping[int, RowEdit]) -> None:
     """Change logits in place, in the rows that edits name; each by its own edit alone. [R, V]"""
-    if not edits:
-        return
+    if edits:
+        with torch.inference_mode():  # a model's logits may not be written to outside
+            _adjust_(x, edits)
+
+
+def _adjust_(x: Tensor, edits: Mapping[int, RowEdit]) -> None:
     num = [len(e.ids) for e in edits.values()]
     ids, bias, factor, taken = map(np.concatenate, zip(*edits.values(), strict=True))
     rows = np.repeat(np.fromiter(edits, np.int64), num)

@@ -1,4 +1,4 @@
-"""The rows of one forward pass, packed without padding."""
+"""The rows of one forward pass, packed without padding, and what comes of them."""
 
 from __future__ import annotations
 
@@ -50,6 +50,14 @@ class RaggedBatch:
         return [slots[s, : int(n)] for s, n in enumerate(self.context_len)]
 
 
+@dataclass(frozen=True)
+class Output:
+    """What a pass says of a batch's R logit rows."""
+
+    logits: Tensor  # [R, V]
+    likeliest: Tensor | None = None  # [R] as `Noise.likeliest`, if the pass found it on its way
+
+
 def pack(spans: Sequence[Span], blocks: BlockManager, device: torch.device | str) -> RaggedBatch:
     """Pack spans, each of which ends with its sequence's last slot."""
     lengths = np.array([len(s.token_ids) for s in spans], np.int64)
@@ -65,10 +73,8 @@ def pack(spans: Sequence[Span], blocks: BlockManager, device: torch.device | str
     positions = np.arange(query_start[-1]) - np.repeat(query_start[:-1] - starts, lengths)
     slots = block_table[owner, positions // blocks.block_size] * blocks.block_size
     slots += positions % blocks.block_size
-    logit_rows = [
-        np.arange(end - span.num_logits, end)
-        for end, span in zip(query_start[1:], spans, strict=True)
-    ]
+    num_logits = np.array([s.num_logits for s in spans], np.int64)
+    logit_rows = np.flatnonzero(positions >= (stops - num_logits)[owner])
 
     def tensor(array: IntArray) -> Tensor:
         return torch.from_numpy(array).to(device)
@@ -80,6 +86,6 @@ def pack(spans: Sequence[Span], blocks: BlockManager, device: torch.device | str
         query_start=query_start,
         context_len=stops,
         block_table=tensor(block_table),
-        logit_rows=tensor(np.concatenate(logit_rows)),
+        logit_rows=tensor(logit_rows),
         block_size=blocks.block_size,
     )

@@ -20,7 +20,7 @@ import torch
 from torch import Tensor
 
 from common.engine.attention.cuda import CudaAttention, IndexedBatch, VarlenIndex
-from common.engine.batch import RaggedBatch
+from common.engine.batch import Output, RaggedBatch
 from common.engine.paged_model import PagedModel
 
 log = logging.getLogger(__name__)
@@ -112,7 +112,7 @@ class Graph:
                 block_size=shape.block_size,
                 index=index,
             )
-            return model.forward(batch)
+            return model.forward(batch).logits
 
         self._replay = capture(run)
 
@@ -175,10 +175,10 @@ class GraphedModel:
                 self._graphs[num_rows, single] = Graph(model, shape, capture)
 
     @torch.inference_mode()
-    def forward(self, batch: RaggedBatch) -> Tensor:
-        """Logits of the batch's logit rows, on the GPU. [R, V]"""
+    def forward(self, batch: RaggedBatch) -> Output:
+        """See `LanguageModel`; logits are on the GPU."""
         if graph := self._graph_of(batch):
-            return graph(batch)
+            return Output(graph(batch))
         return self._model.forward(_moved(batch, self._model.device))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

@@ -15,7 +15,7 @@ from torch import Tensor, nn
 from transformers import AttentionInterface
 
 from common.engine.attention import AttentionBackend
-from common.engine.batch import RaggedBatch
+from common.engine.batch import Output, RaggedBatch
 
 ATTENTION_NAME = "tandem_paged"
 
@@ -27,8 +27,8 @@ class LanguageModel(Protocol):
     context_len: int
     device: torch.device
 
-    def forward(self, batch: RaggedBatch) -> Tensor:
-        """Logits of the batch's logit rows. [R, V]"""
+    def forward(self, batch: RaggedBatch) -> Output:
+        """Logits of the batch's R logit rows."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of the KV cache (from, to), one after the other."""
@@ -57,8 +57,8 @@ class PagedModel:
         self.features: tuple[str, ...] = ()
 
     @torch.inference_mode()
-    def forward(self, batch: RaggedBatch) -> Tensor:
-        """Logits of the batch's logit rows. [R, V]"""
+    def forward(self, batch: RaggedBatch) -> Output:
+        """See `LanguageModel`."""
         logits: Tensor = self._model(
             input_ids=batch.token_ids.unsqueeze(0),
             position_ids=batch.positions.unsqueeze(0),
@@ -66,7 +66,7 @@ class PagedModel:
             logits_to_keep=batch.logit_rows,
             tandem_call=_Call(self._backend, batch),
         ).logits
-        return logits[0]
+        return Output(logits[0])
 
     @torch.inference_mode()
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:

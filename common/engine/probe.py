@@ -125,7 +125,7 @@ def paged_logits(
     for num in pieces:
         blocks.reserve(0, start + num)
         span = Span(0, start, ids[start : start + num], num)
-        rows.append(model.forward(pack([span], blocks, model.device)))
+        rows.append(model.forward(pack([span], blocks, model.device)).logits)
         start += num
     return torch.cat(rows)
 

@@ -48,11 +48,13 @@ class RowParams:
         )
 
 
-def log_probs(logits: Tensor, rows: RowParams) -> Tensor:
+@torch.inference_mode()  # a model's logits may not be written to outside
+def log_probs_(logits: Tensor, rows: RowParams) -> Tensor:
     """Log p of every row, -inf where a filter drops the token. [R, V] -> [R, V]
 
-    In float32 at least. But for `normal` rows up to a constant: a draw by Gumbel noise needs no
-    more. Greedy rows come back as they are: only their argmax matters.
+    In float32 at least; uses the logits up, for memory of their size costs more than what is done
+    to them. But for `normal` rows up to a constant: a draw by Gumbel noise needs no more. Greedy
+    rows come back as they are: only their argmax matters.
     """
     x = widened(logits)
     warm = np.flatnonzero(~rows.greedy)
@@ -60,7 +62,8 @@ def log_probs(logits: Tensor, rows: RowParams) -> Tensor:
         return x
     every = warm.size == len(rows.greedy)
     y = x if every else x[index_on(warm, x)]
-    y = y / _column(rows.temperature[warm], y)
+    if (rows.temperature[warm] != 1).any():
+        y /= _column(rows.temperature[warm], y)
     for drop in (_drop_min_p, _drop_top_k, _drop_top_p):
         y = drop(y, rows, warm)
     normal = np.flatnonzero(rows.normal[warm])
@@ -71,14 +74,15 @@ def log_probs(logits: Tensor, rows: RowParams) -> Tensor:
         y[index] = torch.log_softmax(y[index], dim=-1)
     if every:
         return y
-    x = x.clone() if x is logits else x
     x[index_on(warm, x)] = y
     return x
 
 
 def widened(logits: Tensor) -> Tensor:
     """The same numbers in float32 at least; the same tensor if they are. [R, V]"""
-    return logits.to(torch.promote_types(logits.dtype, torch.float32))
+    if logits.dtype in (torch.float32, torch.float64):
+        return logits
+    return logits.float()
 
 
 def _column(values: FloatArray | IntArray, like: Tensor) -> Tensor:

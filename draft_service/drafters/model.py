@@ -15,7 +15,7 @@ from common.engine.noise import Domain, GumbelNoise, Noise, NoiseKeys
 from common.engine.paged_model import LanguageModel
 from common.engine.sampling import (
     RowParams,
-    log_probs,
+    log_probs_,
     sparsify,
     unusable_rows,
     widened,
@@ -112,7 +112,7 @@ class ModelDrafter:
             return []
         if copies := self._blocks.take_copies():
             self._model.copy_blocks(copies)
-        logits = self._model.forward(pack(plan, self._blocks, self._model.device))
+        output = self._model.forward(pack(plan, self._blocks, self._model.device))
         drawing = []
         for span in plan:
             entry = self._entries[span.sid]
@@ -120,7 +120,7 @@ class ModelDrafter:
             self._register(entry)
             if span.num_logits:
                 drawing.append(entry)
-        return self._draw(drawing, logits) if drawing else []
+        return self._draw(drawing, output.logits) if drawing else []
 
     def has_work(self) -> bool:
         """See `Drafter`."""
@@ -202,7 +202,7 @@ class ModelDrafter:
         x = widened(logits)
         adjust_(x, _edits(drawing))
         params = [e.seq.params for e in drawing]
-        log_q = log_probs(x, RowParams.of(params, np.ones(len(params), np.int64)))
+        log_q = log_probs_(x, RowParams.of(params, np.ones(len(params), np.int64)))
         unusable = unusable_rows(log_q)  # sampling may leave nothing of what was finite
         for entry, broken in zip(drawing, unusable.tolist(), strict=True):
             entry.broken = broken

@@ -35,10 +35,10 @@ from common.engine.block_manager import BlockManager
 from common.engine.cuda_model import GraphedModel
 from common.engine.device import check_device
 from common.engine.loader import build, resolve
-from common.engine.noise import GumbelNoise, NoiseKeys
+from common.engine.noise import GumbelNoise
 from common.engine.paged_model import LanguageModel, PagedModel
 from common.engine.probe import is_row_invariant
-from common.engine.sampling import RowParams, log_probs
+from common.engine.sampling import RowParams, log_probs_
 from common.errors import ConfigurationError
 from common.types import OpenSequence, Rule, SamplingParams
 from target_service.acceptance import NO_DRAFT, DraftRuns, accept
@@ -210,8 +210,8 @@ def graphs(found: Findings, model: Any) -> None:
             tokens = rng.integers(0, graphed.vocab_size, rows).tolist()
             spans.append(Span(sid, start, tokens, rows))
             lengths[sid] += rows
-        got = graphed.forward(pack(spans, blocks, graphed.device)).float()
-        want = graphed._model.forward(pack(spans, blocks, CUDA)).float()
+        got = graphed.forward(pack(spans, blocks, graphed.device)).logits.float()
+        want = graphed._model.forward(pack(spans, blocks, CUDA)).logits.float()
         worst = max(worst, float((got - want).square().mean().sqrt()))
         scale = max(scale, float((want - want.mean()).square().mean().sqrt()))
         num_equal += int((got == want).all(dim=1).sum())
@@ -319,11 +319,11 @@ def deciding(found: Findings) -> None:
     ):
         ones = np.ones(64, np.int64)
         rule = Rule.GREEDY if params.temperature == 0 else Rule.COUPLED
-        keys = NoiseKeys(np.full(64, 9, np.uint64), np.arange(64))
-        runs = DraftRuns(np.arange(65), [rule] * 64, np.full(64, NO_DRAFT), keys, {})
+        seeds, none = np.full(64, 9, np.uint64), np.full(64, NO_DRAFT)
+        runs = DraftRuns(np.arange(65), [rule] * 64, seeds, np.arange(64), none, {})
 
         def decide(x: Tensor, params: SamplingParams = params, runs: DraftRuns = runs) -> list[int]:
-            log_p = log_probs(x, RowParams.of([params] * 64, ones))  # noqa: B023
+            log_p = log_probs_(x.clone(), RowParams.of([params] * 64, ones))  # noqa: B023
             tokens: list[int] = accept(log_p, runs, noise).tokens.tolist()
             return tokens
 

@@ -44,7 +44,7 @@ def main() -> None:
         for at in range(0, len(ids), CHUNK):
             piece, following = ids[at : at + CHUNK], ids[at + 1 : at + 1 + CHUNK]
             batch = pack([Span(0, at, piece, len(piece))], blocks, "cpu")
-            log_p = torch.log_softmax(loaded.model.forward(batch), dim=-1)
+            log_p = torch.log_softmax(loaded.model.forward(batch).logits, dim=-1)
             total += float(log_p[range(len(following)), following].double().sum())
         return math.exp(-total / (len(ids) - 1))
 

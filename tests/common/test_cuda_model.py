@@ -73,7 +73,7 @@ class Pair:
                     blocks.open(sid)
                 assert blocks.reserve(sid, start + num)
         found, expected = (
-            m.forward(pack(spans, b, m.device))
+            m.forward(pack(spans, b, m.device)).logits
             for m, b in zip(self._models, self._blocks, strict=True)
         )
         torch.testing.assert_close(found, expected, rtol=0.0, atol=1e-12)

@@ -9,7 +9,6 @@ from typing import Any
 import pytest
 import torch
 from safetensors.torch import load_file, save_file
-from torch import Tensor
 from transformers import (
     AutoModelForCausalLM,
     BertConfig,
@@ -27,7 +26,7 @@ from transformers import (
 from transformers.utils import logging as transformers_logging
 
 from common.config import ModelConfig
-from common.engine.batch import RaggedBatch
+from common.engine.batch import Output, RaggedBatch
 from common.engine.loader import LoadedModel, build, load
 from common.engine.noise import NOISE_VERSION
 from common.engine.probe import is_row_invariant, paged_logits, probe, probe_tokens
@@ -209,8 +208,9 @@ def test_an_unknown_dtype(folder: Path) -> None:
 class Neighbourly(TableModel):
     """A row's logits move in their last bit with the number of rows beside it."""
 
-    def forward(self, batch: RaggedBatch) -> Tensor:
-        return super().forward(batch) * (1 + 2.0**-52 * (len(batch.token_ids) > self.limit))
+    def forward(self, batch: RaggedBatch) -> Output:
+        off = 2.0**-52 * (len(batch.token_ids) > self.limit)
+        return Output(super().forward(batch).logits * (1 + off))
 
     limit = 3
 

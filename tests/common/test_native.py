@@ -86,7 +86,7 @@ def _logits(
     for num in pieces:
         assert blocks.reserve(sid, start + num)
         span = Span(sid, start, ids[start : start + num], num)
-        rows.append(model.forward(pack([span], blocks, "cpu")))
+        rows.append(model.forward(pack([span], blocks, "cpu")).logits)
         start += num
     return torch.cat(rows)
 
@@ -138,7 +138,7 @@ def test_batch_mates_change_nothing() -> None:
             assert blocks.reserve(sid, done[sid] + num)
             ids = _text(sid)[done[sid] : done[sid] + num]
             spans.append(Span(sid, done[sid], ids, num))
-        together = torch.split(model.forward(pack(spans, blocks, "cpu")), widths)
+        together = torch.split(model.forward(pack(spans, blocks, "cpu")).logits, widths)
         for sid, rows in enumerate(together):
             assert torch.equal(rows, alone[sid][done[sid] : done[sid] + widths[sid]])
             done[sid] += widths[sid]
@@ -153,7 +153,7 @@ def test_a_rejected_run_leaves_no_trace() -> None:
     model.forward(pack([Span(0, 20, [3] * 8, 1)], blocks, "cpu"))
     blocks.truncate(0, 20)
     blocks.reserve(0, 40)
-    rows = model.forward(pack([Span(0, 20, _text(0)[20:40], 20)], blocks, "cpu"))
+    rows = model.forward(pack([Span(0, 20, _text(0)[20:40], 20)], blocks, "cpu")).logits
     assert torch.equal(rows, expected[20:])
 
 
@@ -171,14 +171,14 @@ def test_a_fork_over_copied_blocks_goes_on_to_the_bit(kind: str) -> None:
     model.copy_blocks(copies)
     blocks.check_integrity()
     spans = [Span(0, 40, [3] * 4, 4), Span(1, 39, _text(0)[39:60], 21)]
-    rows = model.forward(pack(spans, blocks, "cpu"))
+    rows = model.forward(pack(spans, blocks, "cpu")).logits
     assert torch.equal(rows[4:], expected[39:])
     blocks.reserve(0, 46)
-    again = model.forward(pack([Span(0, 44, [3, 3], 2)], blocks, "cpu"))
+    again = model.forward(pack([Span(0, 44, [3, 3], 2)], blocks, "cpu")).logits
     alone = BlockManager(NUM_BLOCKS, 16)
     alone.open(0)
     alone.reserve(0, 46)
-    whole = model.forward(pack([Span(0, 0, _text(0)[:40] + [3] * 6, 6)], alone, "cpu"))
+    whole = model.forward(pack([Span(0, 0, _text(0)[:40] + [3] * 6, 6)], alone, "cpu")).logits
     assert torch.equal(torch.cat([rows[:4], again]), whole)
 
 
@@ -192,7 +192,7 @@ def test_numbers_gone_wrong_stay_in_their_sequence() -> None:
         blocks.open(sid)
         blocks.reserve(sid, NUM_BLOCKS * 8)
         for start in range(0, NUM_BLOCKS * 8, 256):
-            rows = model.forward(pack([Span(sid, start, [9] * 256, 1)], blocks, "cpu"))
+            rows = model.forward(pack([Span(sid, start, [9] * 256, 1)], blocks, "cpu")).logits
             assert rows.isnan().all()
     assert blocks.num_free == 0
     blocks.free(7)
@@ -200,11 +200,11 @@ def test_numbers_gone_wrong_stay_in_their_sequence() -> None:
     ids = [t if t != 9 else 10 for t in _text(1, 100)]
     blocks.open(1)
     blocks.reserve(1, 100)
-    got = model.forward(pack([Span(1, 0, ids, 100)], blocks, "cpu"))
+    got = model.forward(pack([Span(1, 0, ids, 100)], blocks, "cpu")).logits
     other = BlockManager(NUM_BLOCKS, 16)
     other.open(1)
     other.reserve(1, 100)
-    expected = clean.forward(pack([Span(1, 0, ids, 100)], other, "cpu"))
+    expected = clean.forward(pack([Span(1, 0, ids, 100)], other, "cpu")).logits
     assert torch.isfinite(got[:, :9]).all()
     assert torch.equal(got[:, :9], expected[:, :9])
 
@@ -235,6 +235,29 @@ def test_the_same_choices_as_with_all_logarithms(
         log_w[3, seed % num] = torch.nan
         assert native.choose(keys, Domain.TOKEN, log_w)[3] == seed % num
         assert native.likeliest(log_w)[3] == seed % num
+
+
+@pytest.mark.parametrize("threads", [1, 2, 3])
+@pytest.mark.parametrize("twins", [False, True])
+@pytest.mark.parametrize("nan", [None, 0, 40])
+def test_a_pass_finds_the_likeliest_on_its_way(threads: int, twins: bool, nan: int | None) -> None:
+    """The first of equals, or the first that is no number, as who looks through the logits does."""
+    model = _model("llama", torch.bfloat16)
+    head = model.lm_head.weight
+    if twins:  # every token has others that are as likely, in other blocks and lanes
+        head[:] = head[torch.arange(VOCAB) % 7]
+    if nan is not None:
+        head[nan] = head[55] = torch.nan
+    blocks = BlockManager(NUM_BLOCKS, 16)
+    blocks.open(0)
+    blocks.reserve(0, 100)
+    span = Span(0, 0, _text(0, 100), 70)
+    out = _native("llama", threads, model=model).forward(pack([span], blocks, "cpu"))
+    assert out.likeliest is not None
+    assert torch.equal(out.likeliest, GumbelNoise().likeliest(out.logits))
+    assert nan is None or set(out.likeliest.tolist()) == {nan}
+    assert nan is not None or not twins or int(out.likeliest.max()) < 7
+    assert nan is not None or len(set(out.likeliest.tolist())) > 3
 
 
 def test_the_faster_kernel_for_one_row_is_taken_on_request_and_told() -> None:

@@ -88,7 +88,7 @@ class Runner:
             self.cached[sid] += tokens
             dense = _dense(self._family)(self.cached[sid])
             expected.append(dense[len(dense) - num_logits :])
-        found = self._model.forward(pack(spans, self.blocks, "cpu"))
+        found = self._model.forward(pack(spans, self.blocks, "cpu")).logits
         want = torch.cat(expected)
         assert found.shape == want.shape
         torch.testing.assert_close(found.double(), want, rtol=0.0, atol=self._bound)

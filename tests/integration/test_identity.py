@@ -103,7 +103,7 @@ class Judge:
         blocks.open(0)
         blocks.reserve(0, len(prefix))
         batch = pack([Span(0, 0, prefix, 1)], blocks, "cpu")
-        scores = self.loaded.model.forward(batch)[0].double()
+        scores = self.loaded.model.forward(batch).logits[0].double()
         if temperature > 0:
             keys = NoiseKeys(np.array([seed], np.uint64), np.array([len(prefix)]))
             scores = scores / temperature

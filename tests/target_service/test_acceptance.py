@@ -79,12 +79,12 @@ def _accept(noise: ScriptedNoise, *runs: Run) -> list[Outcome]:
     num_rows = [len(run.p) for run in runs]
     starts = np.concatenate([[0], np.cumsum(num_rows)])
     q = [q for run in runs for q in (run.q or [None] * len(run.p))]
-    positions = [run.first + i for run in runs for i in range(len(run.p))]
     batch = DraftRuns(
         row_start=starts,
         rules=[run.rule for run in runs],
+        seeds=np.zeros(len(runs), np.uint64),
+        start=np.array([run.first for run in runs]),
         draft=np.array([x for run in runs for x in run.draft], np.int64),
-        keys=NoiseKeys(np.zeros(len(positions), np.uint64), np.array(positions)),
         dists={i: _dense(dist) for i, dist in enumerate(q) if dist},
     )
     p = torch.tensor([row for run in runs for row in run.p], dtype=torch.float64)

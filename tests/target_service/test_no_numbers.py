@@ -11,7 +11,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from common.engine.batch import RaggedBatch
+from common.engine.batch import Output, RaggedBatch
 from common.engine.block_manager import BlockManager
 from common.types import OpenSequence, SamplingParams, Verdict
 from target_service.engine import TargetEngine
@@ -31,12 +31,12 @@ class Faulty(HookedModel):
         super().__init__(paged("llama"))
         self._fault = fault
 
-    def forward(self, batch: RaggedBatch) -> Tensor:
-        logits = super().forward(batch).clone()
+    def forward(self, batch: RaggedBatch) -> Output:
+        logits = super().forward(batch).logits.clone()
         for row, position in zip(logits, batch.positions[batch.logit_rows].tolist(), strict=True):
             if position == AT:
                 self._fault(row)
-        return logits
+        return Output(logits)
 
 
 def _nothing(row: Tensor) -> None:

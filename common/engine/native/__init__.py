@@ -16,7 +16,7 @@ from typing import Any
 import torch
 from torch import Tensor
 
-from common.engine.batch import RaggedBatch
+from common.engine.batch import Output, RaggedBatch
 from common.engine.native.build import library
 from common.engine.native.packing import DEPTH, FORMATS, TILE, format_of, pack, weight_of
 from common.engine.native.pages import HugePages
@@ -52,7 +52,7 @@ _Batch = _struct(
     "_Batch",
     **dict.fromkeys(("num_rows", "num_sequences", "table_width", "num_logits"), _int),
     **dict.fromkeys(("token_ids", "positions", "slots", "query_start"), _pointer),
-    **dict.fromkeys(("context_len", "block_table", "logit_rows", "logits"), _pointer),
+    **dict.fromkeys(("context_len", "block_table", "logit_rows", "logits", "likeliest"), _pointer),
 )
 
 
@@ -134,8 +134,9 @@ class NativeModel:
         if handle := getattr(self, "_handle", None):
             self._library.tandem_destroy(handle)
 
-    def forward(self, batch: RaggedBatch) -> Tensor:
-        """Logits of the batch's logit rows, float32. [R, V]"""
+    def forward(self, batch: RaggedBatch) -> Output:
+        """See `LanguageModel`; in float32, with the likeliest."""
+        likeliest = torch.empty(len(batch.logit_rows), dtype=torch.int64)
         logits = torch.empty(len(batch.logit_rows), self.vocab_size)
         query_start = torch.from_numpy(batch.query_start)
         context_len = torch.from_numpy(batch.context_len)
@@ -152,9 +153,10 @@ class NativeModel:
             block_table=batch.block_table.data_ptr(),
             logit_rows=batch.logit_rows.data_ptr(),
             logits=logits.data_ptr(),
+            likeliest=likeliest.data_ptr(),
         )
         self._library.tandem_forward(self._handle, ctypes.byref(view))  # without the GIL
-        return logits
+        return Output(logits, likeliest)
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """See `LanguageModel`."""

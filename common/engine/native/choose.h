@@ -41,6 +41,40 @@ int64_t largest(const float *x, int64_t n) {
   return 0;
 }
 
+// largest() of a row that comes in blocks of 16, in order, while it is at hand.
+struct Peak {
+  alignas(64) float top[16];     // of each lane
+  alignas(64) int32_t block[16];  // where
+  __mmask16 nan;
+
+  void clear() {
+    for (int i = 0; i < 16; ++i) top[i] = -INFINITY, block[i] = 0;
+    nan = 0;
+  }
+  void see(__mmask16 inside, __m512 x, int32_t from) {
+    const __m512 before = _mm512_load_ps(top);
+    const __mmask16 above = _mm512_mask_cmp_ps_mask(inside, x, before, _CMP_GT_OQ);
+    nan |= _mm512_mask_cmp_ps_mask(inside, x, x, _CMP_UNORD_Q);
+    _mm512_store_ps(top, _mm512_mask_mov_ps(before, above, x));
+    _mm512_mask_store_epi32(block, above, _mm512_set1_epi32(from));
+  }
+};
+
+// largest() of a row that was seen in parts.
+inline int64_t largest(const Peak *parts, int64_t step, int64_t num, const float *x, int64_t n) {
+  int64_t best = 0;
+  float top = -INFINITY;
+  for (int64_t p = 0; p < num; ++p) {
+    const Peak &part = parts[p * step];
+    if (part.nan) return largest(x, n);
+    for (int i = 0; i < 16; ++i) {
+      const int64_t at = part.block[i] * int64_t{16} + i;
+      if (part.top[i] > top || (part.top[i] == top && at < best)) top = part.top[i], best = at;
+    }
+  }
+  return best;
+}
+
 // (1 - u) * kSlack of the next eight numbers of a stream that begins at z.
 inline __m256 gaps(__m512i z) {
   z = _mm512_xor_si512(z, _mm512_srli_epi64(z, 30));

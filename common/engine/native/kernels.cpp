@@ -80,6 +80,7 @@ inline __m512 silu(__m512 x) {
 struct Buffers {
   std::vector<float> x, wide, partials;
   std::vector<bf16> normed, queries, attended, gated;
+  std::vector<Peak> peaks;  // [threads, logit rows]
   std::vector<Unit> units;
   std::vector<std::pair<int64_t, int64_t>> chunks;  // (unit, chunk); empty: units aren't split
   std::atomic<int64_t> next{0};                     // unit or chunk that nobody has taken yet
@@ -309,12 +310,19 @@ class Step {
       rms_norm(&b_.x[batch_.logit_rows[r] * c_.hidden], c_.final_norm, c_.hidden, c_.epsilon,
                &b_.normed[in_tiles(r, 0, c_.hidden)]);
     barrier_.wait();
+    const int64_t num = batch_.num_logits;
+    Peak *mine = &b_.peaks[thread_ * num];
+    for (int64_t r = 0; r < num; ++r) mine[r].clear();
     auto keep = [&](int64_t row, int64_t block, __m512 sums) {
-      float *to = batch_.logits + row * c_.vocab + block * TILE;
-      _mm512_mask_storeu_ps(to, lanes(c_.vocab - block * TILE), sums);
+      const __mmask16 inside = lanes(c_.vocab - block * TILE);
+      _mm512_mask_storeu_ps(batch_.logits + row * c_.vocab + block * TILE, inside, sums);
+      mine[row].see(inside, sums, block);
     };
-    multiply(b_.normed, batch_.num_logits, c_.hidden, c_.lm_head, c_.vocab, one_by_one(keep));
+    multiply(b_.normed, num, c_.hidden, c_.lm_head, c_.vocab, one_by_one(keep));
     barrier_.wait();
+    for (int64_t r = rows.begin; r < rows.end; ++r)
+      batch_.likeliest[r] =
+          largest(&b_.peaks[r], num, c_.num_threads, batch_.logits + r * c_.vocab, c_.vocab);
   }
 
   const Config &c_;
@@ -327,7 +335,7 @@ class Step {
   Widened widened_;
 };
 
-void make_room(const Config &c, int64_t num_rows, Buffers &b) {
+void make_room(const Config &c, int64_t num_rows, int64_t num_logits, Buffers &b) {
   const int64_t rows = (num_rows + 2 * TILE - 1) / (2 * TILE) * 2 * TILE;
   const int64_t groups = c.num_heads / c.num_kv_heads;
   auto grow = [](auto &buffer, int64_t n) {
@@ -340,6 +348,7 @@ void make_room(const Config &c, int64_t num_rows, Buffers &b) {
   grow(b.queries, (rows * c.num_kv_heads * groups + TILE) * padded_dim(c));
   grow(b.attended, rows * c.num_heads * c.head_dim);
   grow(b.gated, rows * c.intermediate);
+  grow(b.peaks, c.num_threads * num_logits);
 }
 
 }  // namespace
@@ -368,7 +377,7 @@ void tandem_destroy(void *model) { delete static_cast<Model *>(model); }
 
 void tandem_forward(void *handle, const Batch *batch) {
   Model &model = *static_cast<Model *>(handle);
-  make_room(model.config, batch->num_rows, model.buffers);
+  make_room(model.config, batch->num_rows, batch->num_logits, model.buffers);
   make_units(model.config, *batch, model.buffers);
   const bool amx = uses_amx(model.config, batch->num_rows);
   Barrier barrier(model.config.num_threads);

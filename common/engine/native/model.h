@@ -34,6 +34,7 @@ struct Batch {
   const int64_t *token_ids, *positions, *slots, *query_start, *context_len, *block_table;
   const int64_t *logit_rows;
   float *logits;                 // [num_logits, vocab]
+  int64_t *likeliest;            // [num_logits] largest() of each row
 };
 
 }  // namespace
