@@ -74,7 +74,7 @@ def accept(
     """Test every run against log p. [R, V]
 
     Greedy rows may hold any increasing function of p, coupled ones log p up to a constant.
-    likeliest [R] is `noise.likeliest` of the greedy rows, if it is known.
+    likeliest [R]: where each row is largest, if that is known.
     """
     greedy, coupled, rejection = _rows_by_rule(runs)
     tokens, usable = _own(log_p, greedy, coupled, runs, noise, likeliest)
@@ -129,15 +129,16 @@ def _own(
     if greedy.size == num_rows:
         own = noise.likeliest(log_p) if likeliest is None else likeliest
     elif coupled.size == num_rows:
-        own = noise.choose(runs.keys, Domain.TOKEN, log_p)
+        own = noise.choose(runs.keys, Domain.TOKEN, log_p, likeliest)
     else:
         own = torch.zeros(num_rows, dtype=torch.int64, device=log_p.device)
         if greedy.size:
             index = index_on(greedy, own)
             own[index] = noise.likeliest(log_p[index]) if likeliest is None else likeliest[index]
         if coupled.size:
-            log_w = log_p[index_on(coupled, log_p)]
-            own[index_on(coupled, own)] = noise.choose(runs.keys[coupled], Domain.TOKEN, log_w)
+            index = index_on(coupled, own)
+            top = None if likeliest is None else likeliest[index]
+            own[index] = noise.choose(runs.keys[coupled], Domain.TOKEN, log_p[index], top)
     if log_p.device.type == "cpu":
         tokens = own.numpy()
         return tokens, _finite(log_p, np.arange(num_rows), tokens)

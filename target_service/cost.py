@@ -8,6 +8,7 @@ slowly.
 
 from __future__ import annotations
 
+import math
 from typing import NamedTuple
 
 import numpy as np
@@ -36,7 +37,7 @@ class StepCost:
         self, knots: IntArray, seconds: FloatArray, prompt_row: float, position: float
     ) -> None:
         assert len(knots) == len(seconds) > 1
-        self._knots = knots.astype(np.float64)
+        self._knots, self._places = knots.astype(np.float64), np.arange(len(knots))
         self._seconds = np.maximum.accumulate(seconds)
         self._prompt_row, self._position = prompt_row, position
         self._factor = 1.0
@@ -60,11 +61,13 @@ class StepCost:
 
     def observe(self, shape: Shape, seconds: float) -> None:
         """Learn from a step that has been run."""
-        surprise = np.log(np.clip(seconds / float(self.seconds(shape)), 0.5, 2.0))
-        self._factor *= float(np.exp(_FACTOR_RATE * surprise))
-        if np.any(shape.prompt_rows):
+        surprise = math.log(min(max(seconds / float(self.seconds(shape)), 0.5), 2.0))
+        self._factor *= math.exp(_FACTOR_RATE * surprise)
+        if shape.prompt_rows:
             return
-        place = np.interp(float(shape.rows), self._knots, np.arange(len(self._knots)))
-        nearness = np.maximum(0.0, 1.0 - np.abs(np.arange(len(self._knots)) - place))
-        table = self._seconds * np.exp(_SHAPE_RATE * surprise * nearness)
+        place = float(np.interp(float(shape.rows), self._knots, self._places))
+        table, below = self._seconds.copy(), int(place)
+        for knot, nearness in ((below, below + 1 - place), (below + 1, place - below)):
+            if nearness:
+                table[knot] *= math.exp(_SHAPE_RATE * surprise * nearness)
         self._seconds = np.maximum.accumulate(table)

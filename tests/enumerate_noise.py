@@ -84,7 +84,9 @@ class EnumeratingNoise:
             self._uniforms[key] = (low, cut) if answers[-1] else (cut, high)
         return torch.tensor(answers)
 
-    def choose(self, keys: NoiseKeys, domain: Domain, log_w: Tensor) -> Tensor:
+    def choose(
+        self, keys: NoiseKeys, domain: Domain, log_w: Tensor, likeliest: Tensor | None = None
+    ) -> Tensor:
         winners = []
         for (seed, position), w in zip(_rows(keys), log_w.double().exp().tolist(), strict=True):
             key = (seed, position, domain)

@@ -53,8 +53,13 @@ class Noise(Protocol):
     def keep(self, keys: NoiseKeys, p: Tensor, q: Tensor) -> Tensor:
         """Whether min(1, p/q) >= r, as r * q < p so that p = 0 never passes. [N] bool."""
 
-    def choose(self, keys: NoiseKeys, domain: Domain, log_w: Tensor) -> Tensor:
-        """One index a row with probability proportional to exp(log_w). [N, V] -> [N] int64."""
+    def choose(
+        self, keys: NoiseKeys, domain: Domain, log_w: Tensor, likeliest: Tensor | None = None
+    ) -> Tensor:
+        """One index a row with probability proportional to exp(log_w). [N, V] -> [N] int64.
+
+        likeliest [N]: where each row is largest, if that is known.
+        """
 
     def likeliest(self, x: Tensor) -> Tensor:
         """The choice without noise: where a row is largest, the lowest of equals. [N, V] -> [N]"""
@@ -73,7 +78,9 @@ class GumbelNoise:
         r = uniform(stream_keys(keys, Domain.ACCEPT).to(p.device), 1).squeeze(1)
         return r * q < p
 
-    def choose(self, keys: NoiseKeys, domain: Domain, log_w: Tensor) -> Tensor:
+    def choose(
+        self, keys: NoiseKeys, domain: Domain, log_w: Tensor, likeliest: Tensor | None = None
+    ) -> Tensor:
         """See `Noise`."""
         chunk = CHUNK if log_w.device.type == "cpu" else DEVICE_CHUNK
         num = max(1, chunk // log_w.shape[1])

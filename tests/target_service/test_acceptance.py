@@ -36,7 +36,9 @@ class ScriptedNoise:
     def keep(self, keys: NoiseKeys, p: Tensor, q: Tensor) -> Tensor:
         return torch.tensor([self.r[i] for i in keys.positions.tolist()]).to(p) * q < p
 
-    def choose(self, keys: NoiseKeys, domain: Domain, log_w: Tensor) -> Tensor:
+    def choose(
+        self, keys: NoiseKeys, domain: Domain, log_w: Tensor, likeliest: Tensor | None = None
+    ) -> Tensor:
         if domain is Domain.TOKEN:
             return torch.tensor([self.token[i] for i in keys.positions.tolist()])
         assert domain is Domain.RESIDUAL

@@ -262,7 +262,13 @@ def test_shared_noise_under_rejection_is_seen() -> None:
         def keep(self, keys: NoiseKeys, p: torch.Tensor, q: torch.Tensor) -> torch.Tensor:
             return self._noise.keep(keys, p, q)
 
-        def choose(self, keys: NoiseKeys, domain: Domain, log_w: torch.Tensor) -> torch.Tensor:
+        def choose(
+            self,
+            keys: NoiseKeys,
+            domain: Domain,
+            log_w: torch.Tensor,
+            likeliest: torch.Tensor | None = None,
+        ) -> torch.Tensor:
             return self._noise.choose(keys, Domain.RESIDUAL, log_w)
 
         def likeliest(self, x: torch.Tensor) -> torch.Tensor:

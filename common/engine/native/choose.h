@@ -98,9 +98,8 @@ inline __m512 exp_above(__m512 x) {
 
 // argmax_v(log_w[v] + G_v), with logarithms of the noise only where it can win: from
 // -log u >= 1 - u follows G <= -log(1 - u), so v can't beat a score s if exp(log_w - s) < 1 - u.
-// Like other argmaxes it takes the first NaN if there is one.
-int64_t choose(uint64_t stream, const float *log_w, int64_t n) {
-  int64_t best = largest(log_w, n);
+// Like other argmaxes it takes the first NaN if there is one. best: largest() of log_w.
+int64_t choose(uint64_t stream, const float *log_w, int64_t n, int64_t best) {
   if (std::isnan(log_w[best])) return best;
   double score = log_w[best] + gumbel(noise_bits(stream, best));
   constexpr uint64_t kGamma = 0x9E3779B97F4A7C15;
@@ -113,6 +112,7 @@ int64_t choose(uint64_t stream, const float *log_w, int64_t n) {
     z = _mm512_add_epi64(z, eight);
     const __m512 gap = _mm512_insertf32x8(_mm512_castps256_ps512(low), gaps(z), 1);
     z = _mm512_add_epi64(z, eight);
+    _mm_prefetch(reinterpret_cast<const char *>(log_w + i + 512), _MM_HINT_T0);
     const __m512 w = _mm512_maskz_loadu_ps(lanes(n - i), log_w + i);
     const __m512 above = exp_above(_mm512_sub_ps(w, _mm512_set1_ps(static_cast<float>(score))));
     unsigned may_win = _mm512_mask_cmp_ps_mask(lanes(n - i), above, gap, _CMP_GE_OQ);

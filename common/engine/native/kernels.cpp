@@ -355,12 +355,16 @@ void make_room(const Config &c, int64_t num_rows, int64_t num_logits, Buffers &b
 
 extern "C" {
 
-// choose() for each of num_rows rows of log_w [num_rows, n]; largest() without streams.
-void tandem_choose(const int64_t *streams, const float *log_w, int64_t num_rows, int64_t n,
-                   int64_t num_threads, int64_t *chosen) {
+// choose() for each of num_rows rows of log_w [num_rows, n]; largest() without streams. largests
+// are those of the rows, or null.
+void tandem_choose(const int64_t *streams, const int64_t *largests, const float *log_w,
+                   int64_t num_rows, int64_t n, int64_t num_threads, int64_t *chosen) {
 #pragma omp parallel for num_threads(std::min(num_threads, num_rows))
-  for (int64_t r = 0; r < num_rows; ++r)
-    chosen[r] = streams ? choose(streams[r], log_w + r * n, n) : largest(log_w + r * n, n);
+  for (int64_t r = 0; r < num_rows; ++r) {
+    const float *row = log_w + r * n;
+    chosen[r] = largests ? largests[r] : largest(row, n);
+    if (streams) chosen[r] = choose(streams[r], row, n, chosen[r]);
+  }
 }
 
 // Whether the kernel lets this process use AMX; asks for it.

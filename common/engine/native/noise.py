@@ -16,23 +16,25 @@ class NativeNoise(GumbelNoise):
 
     def __init__(self, library: ctypes.CDLL) -> None:
         self._choose = library.tandem_choose
-        self._choose.argtypes = [ctypes.c_void_p] * 2 + [ctypes.c_int64] * 3 + [ctypes.c_void_p]
+        self._choose.argtypes = [ctypes.c_void_p] * 3 + [ctypes.c_int64] * 3 + [ctypes.c_void_p]
 
-    def choose(self, keys: NoiseKeys, domain: Domain, log_w: Tensor) -> Tensor:
+    def choose(
+        self, keys: NoiseKeys, domain: Domain, log_w: Tensor, likeliest: Tensor | None = None
+    ) -> Tensor:
         """See `Noise`."""
         if not _fits(log_w):
             return super().choose(keys, domain, log_w)
-        return self._run(stream_keys(keys, domain), log_w)
+        return self._run(stream_keys(keys, domain), log_w, likeliest)
 
     def likeliest(self, x: Tensor) -> Tensor:
         """See `Noise`."""
-        return self._run(None, x) if _fits(x) else super().likeliest(x)
+        return self._run(None, x, None) if _fits(x) else super().likeliest(x)
 
-    def _run(self, streams: Tensor | None, rows: Tensor) -> Tensor:
-        rows, told = rows.contiguous(), None if streams is None else streams.data_ptr()
-        chosen = torch.empty(len(rows), dtype=torch.int64)
+    def _run(self, streams: Tensor | None, rows: Tensor, likeliest: Tensor | None) -> Tensor:
+        rows, chosen = rows.contiguous(), torch.empty(len(rows), dtype=torch.int64)
+        told = [None if t is None else t.data_ptr() for t in (streams, likeliest)]
         threads = torch.get_num_threads()
-        self._choose(told, rows.data_ptr(), *rows.shape, threads, chosen.data_ptr())
+        self._choose(*told, rows.data_ptr(), *rows.shape, threads, chosen.data_ptr())
         return chosen
 
 
