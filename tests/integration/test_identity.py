@@ -51,7 +51,7 @@ class Kind:
 
 
 KINDS = [
-    Kind("ngram", "float32"),
+    pytest.param(Kind("ngram", "float32"), marks=pytest.mark.heavy),
     pytest.param(Kind("self", "float32"), marks=pytest.mark.heavy),
     Kind("ngram", "bfloat16"),
     Kind("self", "bfloat16"),

@@ -148,7 +148,9 @@ def run_stack(folder: Path, draft: str, kill: bool) -> Run:
     return Run(outcomes, collector, kill, log.read_text())
 
 
-@pytest.fixture(scope="module", params=["model", "ngram", "killed"])
+@pytest.fixture(
+    scope="module", params=["model", pytest.param("ngram", marks=pytest.mark.heavy), "killed"]
+)
 def ran(request: pytest.FixtureRequest, tmp_path_factory: pytest.TempPathFactory) -> Run:
     draft = "model" if request.param == "killed" else request.param
     return run_stack(tmp_path_factory.mktemp("traces"), draft, request.param == "killed")
@@ -310,7 +312,7 @@ def test_logs_are_clean(ran: Run) -> None:
     assert "Traceback" not in ran.log
 
 
-@pytest.mark.parametrize("collector", ["black hole", "dead"])
+@pytest.mark.parametrize("collector", ["black hole", pytest.param("dead", marks=pytest.mark.heavy)])
 def test_a_collector_that_fails_disturbs_nobody(
     collector: str, tmp_path: Path, show: Callable[[str], None]
 ) -> None:

@@ -138,8 +138,8 @@ def _check(
     ("rule", "draft"),
     [
         (Rule.REJECTION, "good"),
-        (Rule.REJECTION, "opposed"),
         (Rule.COUPLED, "good"),
+        pytest.param(Rule.REJECTION, "opposed", marks=pytest.mark.heavy),
         pytest.param(Rule.REJECTION, "bad", marks=pytest.mark.heavy),
         pytest.param(Rule.COUPLED, "bad", marks=pytest.mark.heavy),
         pytest.param(Rule.COUPLED, "opposed", marks=pytest.mark.heavy),

@@ -41,8 +41,14 @@ TEMPERATURES = {"greedy": 0.0, "T=0.3": 0.3, "T=1": 1.0, "T=2": 2.0}
 ON_CPU = [
     f"{family} in {dtype}" for family in ("gpt2", "gemma2") for dtype in ("float32", "bfloat16")
 ]
-CELLS = [(family, heat) for family in CONFIGS for heat in TEMPERATURES]
-CELLS += [(family, heat) for family in ON_CPU for heat in ("greedy", "T=1")]
+CELLS = [
+    *(pytest.param(family, heat) for family in (*CONFIGS, *ON_CPU) for heat in ("greedy", "T=1")),
+    *(
+        pytest.param(family, heat, marks=pytest.mark.heavy)
+        for family in CONFIGS
+        for heat in ("T=0.3", "T=2")
+    ),
+]
 each_cell = pytest.mark.parametrize(("family", "heat"), CELLS)
 
 
