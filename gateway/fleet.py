@@ -205,7 +205,9 @@ class Fleet:
 
     def _known(self) -> list[Served]:
         """What targets serve or served last; safe in a scrape's thread."""
-        return [*list(self._served.values()), *list(self._left.values())]
+        served, left = dict(self._served), dict(self._left)
+        filled = {t.entry for t in self.targets if t.address in served}
+        return [*served.values(), *(s for entry, s in left.items() if entry not in filled)]
 
     def _details(self) -> str:
         return "; ".join([*map(_told, self.targets), *map(_told_vacant, self._targets.vacant())])

@@ -205,6 +205,8 @@ class Peer(Generic[HolderT]):
             self._task.cancel()
 
     def _done(self, task: asyncio.Task[None]) -> None:
+        if not task.cancelled() and (error := task.exception()):
+            log.error("fault of the connection with %s", self.address, exc_info=error)
         if self.leaving:
             self._state = PeerState.CONNECTING
             self._hooks.lost(self, "it has left", [])
@@ -264,6 +266,8 @@ class Peer(Generic[HolderT]):
         try:
             done, _ = await asyncio.wait(tasks, return_when=asyncio.FIRST_COMPLETED)
             for task in done:
+                if task.cancelled():  # what we say could not be encoded: gRPC's way of telling
+                    raise UnavailableError("its call was cancelled here")
                 task.result()
         finally:
             for task in tasks:

@@ -74,7 +74,8 @@ def accept(
     """Test every run against log p. [R, V]
 
     Greedy rows may hold any increasing function of p, coupled ones log p up to a constant.
-    likeliest [R]: where each row is largest, if that is known.
+    likeliest [R]: where each row was largest before the sampler, if that is known; it decides
+    greedy rows, and is a place to begin for the others.
     """
     greedy, coupled, rejection = _rows_by_rule(runs)
     tokens, usable = _own(log_p, greedy, coupled, runs, noise, likeliest)

@@ -61,7 +61,7 @@ def decide(plan: Many[Work], output: Output, noise: Noise) -> list[Decision]:
     runs = _draft_runs(deciding, list(chain.from_iterable(drafts)))
     x = widened(output.logits)
     raw = {i: x[_rows(runs, i)].clone() for i, w in enumerate(deciding) if w.seq.wants_logprobs}
-    likeliest = _adjust_(x, output.likeliest, _edits(deciding, runs), noise)
+    likeliest = _edited_likeliest_(x, output.likeliest, _edits(deciding, runs), noise)
     params = [w.seq.params for w in deciding]
     if any(rule is not Rule.GREEDY for rule in runs.rules):
         x = log_probs_(x, RowParams.of(params, runs.num_rows))
@@ -83,10 +83,10 @@ def decide(plan: Many[Work], output: Output, noise: Noise) -> list[Decision]:
     return decisions
 
 
-def _adjust_(
+def _edited_likeliest_(
     x: Tensor, likeliest: Tensor | None, edits: dict[int, RowEdit], noise: Noise
 ) -> Tensor | None:
-    """Change rows of x in place; returns what is likeliest then, where that was known."""
+    """Edits rows of x; returns `likeliest` brought up to date, None if it was not known."""
     adjust_(x, edits)
     if likeliest is not None and edits:
         edited = torch.tensor(list(edits), device=x.device)

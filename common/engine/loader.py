@@ -1,7 +1,7 @@
 """Hub id, local folder, GGUF file or the packaged default -> a model that can be served.
 
-What can't be served exactly is refused here, at start, with the reason. This file and
-`paged_model.py` alone know transformers.
+What can't be served exactly is refused here, at start, with the reason. With `paged_model.py`,
+`probe.py` and `linears.py` this is all that knows transformers.
 """
 
 from __future__ import annotations

@@ -58,7 +58,7 @@ class Noise(Protocol):
     ) -> Tensor:
         """One index a row with probability proportional to exp(log_w). [N, V] -> [N] int64.
 
-        likeliest [N]: where each row is largest, if that is known.
+        likeliest [N]: where a row is largest, or was before the sampler; only a place to begin.
         """
 
     def likeliest(self, x: Tensor) -> Tensor:

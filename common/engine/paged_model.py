@@ -1,7 +1,7 @@
 """A transformers model over a paged KV cache: ragged batch in, logits out.
 
 The model runs through its own modules; only its attention is replaced, through
-transformers' attention interface. This file and `loader.py` alone know transformers.
+transformers' attention interface.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ class LanguageModel(Protocol):
     device: torch.device
 
     def forward(self, batch: RaggedBatch) -> Output:
-        """Logits of the batch's R logit rows."""
+        """Logits of the batch's R logit rows, which the caller may write into."""
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """Copy blocks of the KV cache (from, to), one after the other."""

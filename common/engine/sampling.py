@@ -53,8 +53,8 @@ def log_probs_(logits: Tensor, rows: RowParams) -> Tensor:
     """Log p of every row, -inf where a filter drops the token. [R, V] -> [R, V]
 
     In float32 at least; uses the logits up, for memory of their size costs more than what is done
-    to them. But for `normal` rows up to a constant: a draw by Gumbel noise needs no more. Greedy
-    rows come back as they are: only their argmax matters.
+    to them. Normalised in `normal` rows only; elsewhere up to a constant, which a draw by Gumbel
+    noise does not see. Greedy rows come back as they are: only their argmax matters.
     """
     x = widened(logits)
     warm = np.flatnonzero(~rows.greedy)

@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+import os
+import subprocess
+import sys
 from typing import Any
 
 import numpy as np
@@ -213,7 +216,7 @@ def test_numbers_gone_wrong_stay_in_their_sequence() -> None:
 @given(
     seed=st.integers(0, 2**64 - 1),
     num=st.sampled_from([1, 3, 16, 17, 61, 5000]),
-    spread=st.sampled_from([0.0, 1.0, 5.0, 50.0]),
+    spread=st.sampled_from([0.0, 1.0, 5.0, 50.0, 1e6]),
     dropped=st.sampled_from([0.0, 0.5, 0.99]),
 )
 def test_the_same_choices_as_with_all_logarithms(
@@ -232,6 +235,8 @@ def test_the_same_choices_as_with_all_logarithms(
     assert torch.equal(native.choose(keys, Domain.TOKEN, log_w), expected)
     top = plain.likeliest(log_w)
     assert torch.equal(native.choose(keys, Domain.TOKEN, log_w, top), expected)
+    anywhere = torch.from_numpy(np.arange(8) * 7919 % num)
+    assert torch.equal(native.choose(keys, Domain.TOKEN, log_w, anywhere), expected)
     assert torch.equal(native.likeliest(log_w), top)
     if seed % 2:  # numbers that aren't any are found, as torch finds them
         log_w[3, seed % num] = torch.nan
@@ -260,6 +265,20 @@ def test_a_pass_finds_the_likeliest_on_its_way(threads: int, twins: bool, nan: i
     assert nan is None or set(out.likeliest.tolist()) == {nan}
     assert nan is not None or not twins or int(out.likeliest.max()) < 7
     assert nan is not None or len(set(out.likeliest.tolist())) > 3
+
+
+@pytest.mark.parametrize("sparing", [{"OMP_THREAD_LIMIT": "1"}, {"OMP_DYNAMIC": "true"}])
+def test_fewer_threads_than_asked_for_are_enough(sparing: dict[str, str]) -> None:
+    """Threads wait for each other: one that OpenMP holds back must not be waited for."""
+    script = (
+        "from tests.common.test_native import _logits, _native\n"
+        "from common.engine.block_manager import BlockManager\n"
+        "a, b = (_logits(_native('llama', n), [20], BlockManager(4, 16)) for n in (1, 3))\n"
+        "assert a.equal(b)"
+    )
+    subprocess.run(
+        [sys.executable, "-c", script], env=os.environ | sparing, check=True, timeout=100
+    )
 
 
 def test_the_faster_kernel_for_one_row_is_taken_on_request_and_told() -> None:

@@ -147,6 +147,18 @@ def test_requests_go_on_without_a_draft() -> None:
     in_world(test, draft_address="127.0.0.1:1")  # nobody listens there
 
 
+def test_what_cannot_be_encoded_costs_the_stream_and_no_more() -> None:
+    async def test(w: World) -> None:
+        (target,) = w.relay._fleet.targets
+        stream = target.stream
+        target.send(object())
+        await until(lambda: target.stream != stream and target.ready)
+        w.target.script = [ending("x")]
+        assert w.text(await w.stream()) == "x"
+
+    in_world(test)
+
+
 def test_a_refusing_draft_is_left_alone() -> None:
     async def test(w: World) -> None:
         task = asyncio.create_task(w.stream())

@@ -60,7 +60,8 @@ struct Peak {
   }
 };
 
-// largest() of a row that was seen in parts.
+// The same from `num` parts, `step` apart, each of which saw some of the row's blocks; x [n] is read
+// only if one met a NaN.
 inline int64_t largest(const Peak *parts, int64_t step, int64_t num, const float *x, int64_t n) {
   int64_t best = 0;
   float top = -INFINITY;
@@ -84,7 +85,7 @@ inline __m256 gaps(__m512i z) {
   z = _mm512_srli_epi64(_mm512_xor_si512(z, _mm512_srli_epi64(z, 31)), 12);
   // As the fraction of a number in [1, 2).
   const __m512d u = _mm512_castsi512_pd(_mm512_or_si512(z, _mm512_set1_epi64(0x3ffll << 52)));
-  constexpr double kSlack = 1.0 - 1e-4;  // far more than float32's rounding
+  constexpr double kSlack = 1.0 - 1e-4;  // far more than the rounding of w - score and its exp
   return _mm512_cvtpd_ps(_mm512_mul_pd(_mm512_sub_pd(_mm512_set1_pd(2.0), u), _mm512_set1_pd(kSlack)));
 }
 
@@ -96,9 +97,16 @@ inline __m512 exp_above(__m512 x) {
   return _mm512_scalef_ps(_mm512_add_ps(one, _mm512_sub_ps(y, n)), n);
 }
 
+// The float32 at or next below x.
+inline float below(double x) {
+  const float y = static_cast<float>(x);
+  return y > x ? std::nextafterf(y, -INFINITY) : y;
+}
+
 // argmax_v(log_w[v] + G_v), with logarithms of the noise only where it can win: from
 // -log u >= 1 - u follows G <= -log(1 - u), so v can't beat a score s if exp(log_w - s) < 1 - u.
-// Like other argmaxes it takes the first NaN if there is one. best: largest() of log_w.
+// Like other argmaxes it takes the first NaN if there is one. best: where to begin; that NaN, or any
+// index, and the likelier the sooner it ends.
 int64_t choose(uint64_t stream, const float *log_w, int64_t n, int64_t best) {
   if (std::isnan(log_w[best])) return best;
   double score = log_w[best] + gumbel(noise_bits(stream, best));
@@ -114,7 +122,7 @@ int64_t choose(uint64_t stream, const float *log_w, int64_t n, int64_t best) {
     z = _mm512_add_epi64(z, eight);
     _mm_prefetch(reinterpret_cast<const char *>(log_w + i + 512), _MM_HINT_T0);
     const __m512 w = _mm512_maskz_loadu_ps(lanes(n - i), log_w + i);
-    const __m512 above = exp_above(_mm512_sub_ps(w, _mm512_set1_ps(static_cast<float>(score))));
+    const __m512 above = exp_above(_mm512_sub_ps(w, _mm512_set1_ps(below(score))));
     unsigned may_win = _mm512_mask_cmp_ps_mask(lanes(n - i), above, gap, _CMP_GE_OQ);
     for (; may_win; may_win &= may_win - 1) {
       const int64_t v = i + __builtin_ctz(may_win);

@@ -311,7 +311,7 @@ class Step {
                &b_.normed[in_tiles(r, 0, c_.hidden)]);
     barrier_.wait();
     const int64_t num = batch_.num_logits;
-    Peak *mine = &b_.peaks[thread_ * num];
+    Peak *mine = b_.peaks.data() + thread_ * num;
     for (int64_t r = 0; r < num; ++r) mine[r].clear();
     auto keep = [&](int64_t row, int64_t block, __m512 sums) {
       const __mmask16 inside = lanes(c_.vocab - block * TILE);
@@ -374,7 +374,10 @@ int tandem_request_amx() {
 }
 
 void *tandem_create(const Config *config, const Layer *layers) {
-  return new Model{*config, std::vector<Layer>(layers, layers + config->num_layers), {}};
+  Model *model = new Model{*config, std::vector<Layer>(layers, layers + config->num_layers), {}};
+  // All of them wait for each other, so there must be as many as are asked for.
+  model->config.num_threads = std::min<int64_t>(config->num_threads, omp_get_thread_limit());
+  return model;
 }
 
 void tandem_destroy(void *model) { delete static_cast<Model *>(model); }
@@ -384,6 +387,7 @@ void tandem_forward(void *handle, const Batch *batch) {
   make_room(model.config, batch->num_rows, batch->num_logits, model.buffers);
   make_units(model.config, *batch, model.buffers);
   const bool amx = uses_amx(model.config, batch->num_rows);
+  omp_set_dynamic(0);  // no fewer threads than asked for
   Barrier barrier(model.config.num_threads);
 #pragma omp parallel num_threads(model.config.num_threads)
   {
