@@ -171,5 +171,7 @@ def pin_to_cores(cores: str, named: str = "--cores") -> int:
         if missing := chosen - os.sched_getaffinity(0):  # the kernel takes what is there
             raise ValueError(f"no core {min(missing)} for this process")
     except (ValueError, OSError) as error:
-        sys.exit(f"{named}: {cores!r} does not name cores of this machine, such as 0-1 ({error})")
+        sys.exit(
+            f'tandem: {named}: "{cores}" does not name cores of this machine, such as 0-1 ({error})'
+        )
     return len(chosen)

@@ -144,13 +144,22 @@ def error_for(
     return kind(message, field=field, retry_after_seconds=retry_after_seconds)
 
 
+_DETAILS = "grpc-status-details-bin"
+
+
+def told_by_service(error: grpc.RpcError) -> bool:
+    """Whether the other side said it, and not our end of the connection."""
+    metadata: Any = error.trailing_metadata() or ()
+    return any(key == _DETAILS for key, _ in metadata)
+
+
 def error_from_rpc(error: grpc.RpcError) -> TandemError:
     """The exception behind a failed call, with field and retry time if the server told them."""
     code: grpc.StatusCode = error.code()
     message, field, retry = error.details() or code.name, "", None
     metadata: Any = error.trailing_metadata() or ()
     for key, value in metadata:
-        if key == "grpc-status-details-bin":
+        if key == _DETAILS:
             for detail in status_pb2.Status.FromString(value).details:
                 violation = error_details_pb2.BadRequest()
                 info, delay = error_details_pb2.ErrorInfo(), error_details_pb2.RetryInfo()
@@ -206,4 +215,4 @@ def status_details(error: TandemError) -> tuple[tuple[str, bytes], ...]:
         packed[-1].Pack(detail)
     code = code_pb2.Code.Value(error.code.name)
     status = status_pb2.Status(code=code, message=clipped(str(error)), details=packed)
-    return (("grpc-status-details-bin", status.SerializeToString()),)
+    return ((_DETAILS, status.SerializeToString()),)

@@ -204,6 +204,11 @@ class _Health:
         await probed.tell(ready=False)
         health_pb2_grpc.add_HealthServicer_to_server(probed._servicer, server)
         if config.health_port:
+            if config.health_port == config.port:
+                raise ConfigurationError(
+                    f"{config.port} is the service's own port; choose another one",
+                    field="--health-port",
+                )
             probed._server = grpc.aio.server(options=_SERVER_OPTIONS)
             _bind(probed._server, config.host, config.health_port, "--health-port")
             health_pb2_grpc.add_HealthServicer_to_server(probed._servicer, probed._server)

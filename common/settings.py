@@ -17,7 +17,7 @@ import tomllib
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any, get_type_hints
+from typing import Any, NoReturn, get_type_hints
 
 from common.errors import ConfigurationError
 
@@ -87,7 +87,8 @@ class Setting:
             return ",".join(value)
         accepted = (int, float) if self.kind is float else self.kind
         if not isinstance(value, accepted) or isinstance(value, bool) != (self.kind is bool):
-            raise self._refusal(value)  # a bool is an int to Python
+            quoted = isinstance(value, str) and self.kind is not str
+            raise self._refusal(value, ", without quotes" * quoted)  # a bool is an int to Python
         return self._checked(self.kind(value), value)
 
     def to_toml(self, value: Any) -> str:
@@ -109,16 +110,16 @@ class Setting:
     def _is_port(self) -> bool:
         return self.name == "port" or self.name.endswith("_port")
 
-    def _refusal(self, said: object) -> BadValueError:
+    def _refusal(self, said: object, hint: str = "") -> BadValueError:
         must = _MUST[self.kind]
         if choices := self.options.get("choices"):
             must = f"{', '.join(choices[:-1])} or {choices[-1]}"
         elif self._is_port:
-            must = f"0 to {MAX_PORT}"
+            must = f"a whole number from 0 to {MAX_PORT}"
         elif self.listed:
             must = "a string or an array of strings"
         shown = json.dumps(said, ensure_ascii=False, default=str)
-        return BadValueError(f"is {shown}, must be {must}")
+        return BadValueError(f"is {shown}, must be {must}{hint}")
 
 
 CONFIG = Setting("config", str, "", False, {"help": "TOML file with settings", "metavar": "FILE"})
@@ -177,10 +178,18 @@ def blamed(error: ConfigurationError, origins: Mapping[str, Origin]) -> str:
     return f"{origins[key].named(key)}{found[2] or ''}{glue} {error.message}"
 
 
+class _Flags(argparse.ArgumentParser):
+    """Says what is wrong in one line, without all flags above it."""
+
+    def error(self, message: str) -> NoReturn:
+        """Exit."""
+        self.exit(2, f"{self.prog}: error: {message} (--help lists all)\n")
+
+
 def _from_flags(
     kind: type[Any], service: str, settings: Sequence[Setting], argv: Sequence[str] | None
 ) -> tuple[Found, bool]:
-    parser = argparse.ArgumentParser(
+    parser = _Flags(
         prog=f"python -m {kind.__module__.split('.')[0]}",
         description=kind.__doc__,
         epilog=f"--drain-seconds 9 may also be set as {PREFIX}DRAIN_SECONDS=9 in the environment,"

@@ -25,7 +25,13 @@ from tandem.v1 import gateway_pb2 as pb
 from tandem.v1 import gateway_pb2_grpc
 
 from common.config import check_address
-from common.errors import TandemError, TimedOutError, UnavailableError, error_from_rpc
+from common.errors import (
+    TandemError,
+    TimedOutError,
+    UnavailableError,
+    error_from_rpc,
+    told_by_service,
+)
 from common.service import CHANNEL_OPTIONS
 from common.types import ModelInfo, Rule
 from common.wire import model_from_pb
@@ -92,9 +98,11 @@ def _told(error: grpc.RpcError, address: str, timeout: float | None = None) -> T
     told = error_from_rpc(error)
     if isinstance(told, TimedOutError) and timeout is not None:
         return TimedOutError(f"gave up after {timeout:g} s")
-    if isinstance(told, UnavailableError) and _NO_CONNECTION.search(told.message):
+    if not isinstance(told, UnavailableError) or told_by_service(error):
+        return told  # a gateway may quote what its connection with a target said
+    if _NO_CONNECTION.search(told.message):
         return UnavailableError(f'no gateway at {address}; start one with "tandem up"')
-    if isinstance(told, UnavailableError) and _BROKEN_CONNECTION.search(told.message):
+    if _BROKEN_CONNECTION.search(told.message):
         return UnavailableError(f"the gateway at {address} has gone")
     return told
 

@@ -13,6 +13,7 @@ from gateway.records import RequestRecord
 from gateway.types import Finding, Severity
 
 ENOUGH = 20  # draft tokens, below which rates say little
+A_PROMPT = 16  # tokens, below which reading is a step as any other
 NOTICEABLE = 0.1  # of the whole time, or of all tokens
 NOTICEABLE_SECONDS = 0.01
 
@@ -77,14 +78,14 @@ def _draft_silent(r: RequestRecord) -> Finding | None:
     return _limit(
         "draft_silent",
         f"{spent.undrafted_steps} of {spent.steps} steps tested nothing, and the draft began"
-        f" {r.num_chains} chains only",
+        f" {r.num_chains or 'no'} chain{'s' * (r.num_chains > 1)}",
         {
             "chains": r.num_chains,
             "drafted": spent.drafted,
             "steps": spent.steps,
             "undrafted_steps": spent.undrafted_steps,
         },
-        "--drafter=model of the draft, or a lower --min-ngram",
+        "--drafter=model of the draft (tandem up: --draft MODEL), or a lower --min-ngram",
     )
 
 
@@ -244,6 +245,8 @@ def _preempted(r: RequestRecord) -> Finding | None:
 
 
 def _prefill(r: RequestRecord) -> Finding | None:
+    if r.usage.prompt < A_PROMPT:
+        return None
     return _long_part(
         r, "prefill", f"reading its {r.usage.prompt} prompt tokens took", "a shorter prompt, or"
         " --max-rows of the target: higher", 0.3,

@@ -22,9 +22,14 @@ def download(repo: str, token_file: str = "") -> Path:
         return Path(snapshot_download(repo, allow_patterns=_FILES, token=token))
     except Exception as error:  # the library raises whatever its transport raises
         raise ConfigurationError(
-            f"{repo} is no folder here and could not be had from the hub ({error})",
+            f"{repo} is no folder here and could not be had from the hub; name a folder, a .gguf"
+            f" file or a hub id, with --hub-token-file if it needs one ({_first_line(error)})",
             field="--model",
         ) from error
+
+
+def _first_line(error: Exception) -> str:
+    return str(error).strip().partition("\n")[0]
 
 
 def read_token(path: str) -> str | None:

@@ -44,6 +44,23 @@ Port = Annotated[int, typer.Option(min=0, max=MAX_PORT, help="port of the gatewa
 Html = Annotated[Path | None, typer.Option(help="write the newest request as a page to this file")]
 
 
+TargetArgs = Annotated[
+    list[str] | None,
+    typer.Option(
+        "--target-arg",
+        metavar="FLAG",
+        help="a flag of every target, such as --target-arg=--quantization=int8; may be repeated",
+    ),
+]
+DraftArgs = Annotated[
+    list[str] | None, typer.Option("--draft-arg", metavar="FLAG", help="the same for drafts")
+]
+GatewayArgs = Annotated[
+    list[str] | None,
+    typer.Option("--gateway-arg", metavar="FLAG", help="the same for the gateway"),
+]
+
+
 class DtypeName(StrEnum):
     """Number formats on the command line."""
 
@@ -90,8 +107,11 @@ def up(
     host: Annotated[str, typer.Option(help="address the gateway listens on")] = "127.0.0.1",
     port: Port = 7070,
     lookahead: Annotated[
-        int, typer.Option(min=0, help="how far drafts may be ahead; 0: no drafting")
-    ] = 8,
+        int | None, typer.Option(min=0, help="how far drafts may be ahead; 0: no drafting")
+    ] = None,
+    target_args: TargetArgs = None,
+    draft_args: DraftArgs = None,
+    gateway_args: GatewayArgs = None,
     targets: Annotated[int, typer.Option(min=1, help="how many targets to run")] = 1,
     drafts: Annotated[int, typer.Option(min=1, help="how many drafts to run")] = 1,
     trace: Annotated[
@@ -103,7 +123,7 @@ def up(
     logging.basicConfig(format="tandem: %(message)s", stream=sys.stderr)
     _stop_on_sigterm()
     console = render.console()
-    args = [f"--host={host}", f"--lookahead={lookahead}"]
+    ahead = [] if lookahead is None else [f"--lookahead={lookahead}"]
     store = Store()
     with told_errors(), contextlib.suppress(KeyboardInterrupt), contextlib.ExitStack() as running:
         check_port(host, port)
@@ -118,7 +138,9 @@ def up(
             port=port,
             num_targets=targets,
             num_drafts=drafts,
-            gateway_args=args,
+            target_args=target_args or (),
+            draft_args=draft_args or (),
+            gateway_args=[f"--host={host}", *ahead, *(gateway_args or ())],
             env=env,
         )
         running.enter_context(stack)

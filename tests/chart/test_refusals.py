@@ -23,6 +23,18 @@ REFUSED = {
         "telemetry: {otlpEndpoint: 'http://collector'}",
         "at '/telemetry/otlpEndpoint': 'http://collector' does not match pattern",
     ),
+    "registry with a scheme": (
+        "image: {registry: 'https://registry.example.com'}",
+        "at '/image/registry': 'https://registry.example.com' does not match pattern",
+    ),
+    "cores that are no number": (
+        TARGET % "resources: {limits: {cpu: abc}}",
+        'targets.pools.main.resources: cpu is "abc", must be a number of cores, such as 2 or 500m.',
+    ),
+    "the chart's port as a variable": (
+        TARGET % "extraEnv: [{name: TANDEM_PORT, value: '9'}]",
+        "targets.pools.main.extraEnv: TANDEM_PORT belongs to the chart: probes",
+    ),
     "both autoscalers": (
         TARGET % "autoscaling: {hpa: {enabled: true}, keda: {enabled: true, serverAddress: a}}",
         "targets.pools.main.autoscaling has both hpa and keda enabled: they would undo each"

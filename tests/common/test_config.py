@@ -22,7 +22,10 @@ def test_a_port_out_of_range_is_refused(
 ) -> None:
     with pytest.raises(SystemExit):
         parse(kind, [f"{flag}={port}"])
-    assert f'argument {flag}: is "{port}", must be 0 to 65535' in capsys.readouterr().err
+    assert (
+        f'argument {flag}: is "{port}", must be a whole number from 0 to 65535'
+        in capsys.readouterr().err
+    )
     assert parse(kind, [f"{flag}=65535"]) != kind()
 
 
@@ -93,4 +96,6 @@ def test_cores_that_are_not_there_are_refused() -> None:
     for cores in (f"{here},900", "900", "3-1", "x"):
         refused = pin(cores)
         assert refused.returncode == 1
-        assert refused.stderr.startswith(f"--cores: '{cores}' does not name cores of this machine")
+        assert refused.stderr.startswith(
+            f'tandem: --cores: "{cores}" does not name cores of this machine'
+        )

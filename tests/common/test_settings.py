@@ -110,13 +110,21 @@ def test_yes_and_no_in_the_environment(text: str, value: bool) -> None:
 @pytest.mark.parametrize(
     ("kind", "environ", "says"),
     [
-        (GatewayConfig, {"PORT": "x"}, 'TANDEM_PORT is "x", must be 0 to 65535'),
-        (GatewayConfig, {"PORT": ""}, 'TANDEM_PORT is "", must be 0 to 65535'),
-        (GatewayConfig, {"HEALTH_PORT": "65536"}, 'TANDEM_HEALTH_PORT is "65536", must be 0 to'),
+        (
+            GatewayConfig,
+            {"PORT": "x"},
+            'TANDEM_PORT is "x", must be a whole number',
+        ),
+        (GatewayConfig, {"PORT": ""}, 'TANDEM_PORT is "", must be a whole number from 0 to 65535'),
+        (
+            GatewayConfig,
+            {"HEALTH_PORT": "65536"},
+            'TANDEM_HEALTH_PORT is "65536", must be a whole number',
+        ),
         (
             GatewayConfig,
             {"PORT": "tcp://10.0.0.1:7070"},
-            'TANDEM_PORT is "tcp://10.0.0.1:7070", must be 0 to 65535;'
+            'TANDEM_PORT is "tcp://10.0.0.1:7070", must be a whole number from 0 to 65535;'
             " set enableServiceLinks: false where Kubernetes made it",
         ),
         (GatewayConfig, {"LOOKAHEAD": "2.5"}, 'TANDEM_LOOKAHEAD is "2.5", must be a whole number'),
@@ -179,8 +187,12 @@ def test_a_wrong_variable_is_refused_where_a_flag_goes_before_it() -> None:
         (TargetConfig, 'config = "a"', ": config is no setting of the target"),
         (TargetConfig, 'name = "a"', ": name is no setting of the target"),
         (TargetConfig, "origins = {}", ": origins is no setting of the target"),
-        (GatewayConfig, 'port = "7070"', ': port is "7070", must be 0 to 65535'),
-        (GatewayConfig, "port = -1", ": port is -1, must be 0 to 65535"),
+        (
+            GatewayConfig,
+            'port = "7070"',
+            ': port is "7070", must be a whole number from 0 to 65535, without quotes',
+        ),
+        (GatewayConfig, "port = -1", ": port is -1, must be a whole number from 0 to 65535"),
         (GatewayConfig, "lookahead = 1.0", ": lookahead is 1.0, must be a whole number"),
         (GatewayConfig, 'lookahead = "1"', ': lookahead is "1", must be a whole number'),
         (GatewayConfig, "lookahead = true", ": lookahead is true, must be a whole number"),

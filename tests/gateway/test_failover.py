@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Awaitable, Callable
 from dataclasses import replace
 from functools import partial
 from typing import Any
+from unittest import mock
 
 import pytest
 
@@ -31,6 +32,7 @@ from common.types import (
     Verdict,
     VerdictTiming,
 )
+from gateway.fleet import Fleet
 from gateway.spans import GatewaySpans
 from gateway.types import Delta, GenerationRequest
 from tests.gateway.fakes import (
@@ -178,6 +180,23 @@ def test_waiting_for_a_target_is_bounded() -> None:
         assert w.relay.num_live() == 0
 
     in_world(test, failover_seconds=0.2)
+
+
+@pytest.mark.parametrize("why", ["Stream removed (Socket closed)", "failed to connect to all"])
+def test_a_target_that_is_lost_is_not_taken_for_the_gateway(why: str) -> None:
+    """The client reads what the gateway quotes, and when to try again."""
+
+    async def test(w: World) -> None:
+        asking = asyncio.create_task(w.stream())
+        await until(lambda: w.target.opens)
+        await w.target.stop()
+        with pytest.raises(UnavailableError, match="none that answers the same") as caught:
+            await asking
+        assert caught.value.retry_after_seconds
+        assert why in str(caught.value)
+
+    with mock.patch.object(Fleet, "why_none", return_value=why):
+        in_world(test, failover_seconds=0.2)
 
 
 def test_deadline_and_cancellation_hold_while_a_request_waits() -> None:

@@ -26,6 +26,12 @@
   {{- end -}}
   {{- $_ := set $settings $key $value -}}
 {{- end -}}
+{{- range $w.extraEnv -}}
+  {{- $key := trimPrefix "TANDEM_" .name | lower -}}
+  {{- if and (hasPrefix "TANDEM_" .name) (has $key (list "host" "port" "health_port" "metrics_port")) -}}
+    {{- fail (printf "\n\n%s.extraEnv: %s belongs to the chart: %s.\n" $w.where .name (get $elsewhere $key)) -}}
+  {{- end -}}
+{{- end -}}
 {{- range $key, $value := $settings }}
 {{ $key }} = {{ toJson $value }}
 {{- end }}
@@ -35,7 +41,7 @@
 {{- define "tandem.poolSettings" -}}
 {{- $settings := dict "cache_dir" "/var/cache/tandem" -}}
 {{- if eq .component "draft" -}}{{- $_ := set $settings "drafter" .drafter -}}{{- end -}}
-{{- $threads := include "tandem.threads" .resources -}}
+{{- $threads := include "tandem.threads" . -}}
 {{- if $threads -}}{{- $_ := set $settings "threads" (int $threads) -}}{{- end -}}
 {{- if include "tandem.hasModel" . -}}
   {{- $_ := set $settings "device" (.device | default (ternary "cuda" "cpu" (gt (int .gpu.count) 0))) -}}
@@ -72,11 +78,14 @@
 {{- end -}}
 
 {{/*
-Threads for a container with these resources: of its CPU limit, else its request, rounded up.
+Threads for a pool's container: of its CPU limit, else its request, rounded up.
 A process sees all cores of its node, whatever it may use of them.
 */}}
 {{- define "tandem.threads" -}}
-{{- $cpu := dig "limits" "cpu" (dig "requests" "cpu" "" .) . | toString -}}
+{{- $cpu := dig "limits" "cpu" (dig "requests" "cpu" "" .resources) .resources | toString -}}
+{{- if and $cpu (not (regexMatch "^[0-9]+(\\.[0-9]+)?m?$" $cpu)) -}}
+  {{- fail (printf "\n\n%s.resources: cpu is %q, must be a number of cores, such as 2 or 500m.\n" .where $cpu) -}}
+{{- end -}}
 {{- if hasSuffix "m" $cpu -}}
   {{- ceil (divf (float64 (trimSuffix "m" $cpu)) 1000) | int -}}
 {{- else if $cpu -}}
