@@ -104,7 +104,7 @@ class Peer:
 
 def _command(name: str, max_running: int) -> tuple[list[str], dict[str, str]]:
     """How to start a peer: at its best on two cores, as its documentation advises."""
-    # Not how threads wait where this runs: sleeping ones make vLLM a third slower.
+    # How threads wait is the peer's own choice, whatever was set for ours.
     here = {k: v for k, v in os.environ.items() if not k.startswith(("OMP_", "KMP_"))}
     here["OMP_NUM_THREADS"] = str(THREADS)
     if name == "vllm":
