@@ -9,6 +9,7 @@ from collections.abc import AsyncIterator, Callable, Iterable, Sequence
 from dataclasses import replace
 from typing import Any, Protocol, TypeVar
 
+from common.bell import Bell
 from common.engine_thread import Engine, EngineThread
 from common.errors import InvalidRequestError, UnavailableError
 from common.leases import Lease, Leases
@@ -54,7 +55,8 @@ class EngineHost:
         self._observers = observers
         self._loop = asyncio.get_running_loop()
         self.failed: asyncio.Future[None] = self._loop.create_future()
-        self._thread = EngineThread(engine, self._on_engine_step, self._on_engine_failure)
+        self._steps = Bell(self._loop, self._deliver)
+        self._thread = EngineThread(engine, self._steps.hand_over, self._on_engine_failure)
         self.leases = Leases(self._to_engine, self._closed)
         self._draining: Draining | None = None
         self._watchdog: asyncio.Task[None] | None = None
@@ -78,8 +80,9 @@ class EngineHost:
         self.leases.end()
         if self._watchdog is not None:
             self._watchdog.cancel()
-        if not self.failed.done():
+        if not self.failed.done():  # else the thread may be stuck, and ring at any time
             await asyncio.to_thread(self._thread.stop)
+            self._steps.close()
 
     async def run_stream(
         self, requests: AsyncIterator[RequestT], receive: Callable[[Lease, RequestT], None]
@@ -135,9 +138,6 @@ class EngineHost:
         self._engine.submit(event)
         self._thread.wake()
 
-    def _on_engine_step(self, result: StepResult) -> None:
-        self._loop.call_soon_threadsafe(self._deliver, result)
-
     def _deliver(self, result: StepResult) -> None:
         for observer in self._observers:
             result = observer.stepped(result) or result
@@ -151,6 +151,7 @@ class EngineHost:
         self._loop.call_soon_threadsafe(self._fail, error)
 
     def _fail(self, error: BaseException) -> None:
+        self._steps.take_all()  # nothing already decided is lost
         if not self.failed.done():
             self.failed.set_exception(error)
 

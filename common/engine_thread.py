@@ -24,8 +24,11 @@ class Engine(Protocol[EventT]):
     def submit(self, event: EventT) -> None:
         """Put an event into the inbox; any thread."""
 
-    def step(self) -> StepResult:
-        """Take the inbox, do one step's work, tell what came of it."""
+    def step(self, before_pass: Callable[[], None]) -> StepResult:
+        """Take the inbox, do one step's work, tell what came of it.
+
+        Calls before_pass right before it computes without the GIL, where that is for long.
+        """
 
     def has_work(self) -> bool:
         """Whether a step now would do anything."""
@@ -40,9 +43,10 @@ class Engine(Protocol[EventT]):
 class EngineThread:
     """Runs an engine until it is stopped or fails.
 
-    `publish` is called on the engine's thread after every step, and every
-    `SAY_SOMETHING_SECONDS` while sequences are open but there is nothing to do. `failed` is
-    called once, with the error, when a step raises.
+    `publish` is called on the engine's thread for every step, and every `SAY_SOMETHING_SECONDS`
+    while sequences are open but there is nothing to do: when the next pass is about to begin, so
+    that who reads it and the engine don't wait for each other's GIL, or before the thread waits.
+    `failed` is called once, with the error, when a step raises.
     """
 
     SAY_SOMETHING_SECONDS = 0.25  # twice as often as `Leases` passes it on
@@ -58,6 +62,7 @@ class EngineThread:
         self._failed = failed
         self._wake = threading.Event()
         self._stopping = False
+        self._untold: StepResult | None = None  # the last step's
         self._step_began: float | None = None  # monotonic; None between steps
         self._thread = threading.Thread(target=self._run, name="engine", daemon=True)
 
@@ -86,18 +91,27 @@ class EngineThread:
             while not self._stopping:
                 self._wake.clear()
                 if not self._engine.has_work():
+                    self._tell()
                     idle = self.SAY_SOMETHING_SECONDS if self._engine.num_live() else None
                     self._wake.wait(idle)
                 self._hold()
                 if self._stopping:
                     break
                 self._step_began = time.monotonic()
-                result = self._engine.step()
+                result = self._engine.step(self._tell)
                 self._step_began = None
-                self._publish(result)
+                self._tell()
+                self._untold = result
+            self._tell()
         except BaseException as error:
             log.exception("the engine has failed")
+            self._tell()
             self._failed(error)
+
+    def _tell(self) -> None:
+        untold, self._untold = self._untold, None
+        if untold is not None:
+            self._publish(untold)
 
     def _hold(self) -> None:
         """Wait as long as the engine finds that worth while; every event lets it think anew."""
@@ -106,4 +120,5 @@ class EngineThread:
             seconds = self._engine.hold_seconds()
             if seconds <= 0:
                 return
+            self._tell()
             self._wake.wait(seconds)

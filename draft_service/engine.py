@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 import time
 from collections import deque
+from collections.abc import Callable
 from dataclasses import dataclass, replace
 
 from common.errors import TandemError, sequence_error
@@ -58,8 +59,9 @@ class DraftEngine:
         """How many sequences are open."""
         return len(self._open)
 
-    def step(self) -> StepResult:
-        """Drain the inbox, then draw once."""
+    def step(self, before_pass: Callable[[], None] = lambda: None) -> StepResult:
+        """Drain the inbox, then draw once. See `Engine`; proposals are told at once."""
+        before_pass()
         began = time.monotonic()
         refusals = self._drain()
         prefills = self._prefills()  # those that read a prompt as it comes

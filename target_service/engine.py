@@ -9,6 +9,7 @@ from __future__ import annotations
 
 import time
 from collections import deque
+from collections.abc import Callable
 
 from common.engine.block_manager import BlockManager
 from common.engine.noise import GumbelNoise, Noise
@@ -100,8 +101,8 @@ class TargetEngine:
             self._held_since = now
         return seconds
 
-    def step(self) -> StepResult:
-        """One forward pass over whatever there is to do."""
+    def step(self, before_pass: Callable[[], None] = lambda: None) -> StepResult:
+        """One forward pass over whatever there is to do. See `Engine`."""
         began = time.monotonic()
         waited = began - (self._held_since or began)
         self._held_since = None
@@ -118,7 +119,9 @@ class TargetEngine:
                     work.seq.started_at = now
             if copies := self._blocks.take_copies():
                 self._model.copy_blocks(copies)
-            output = self._model.forward(batch_of(plan, self._blocks, self._model.device))
+            batch = batch_of(plan, self._blocks, self._model.device)
+            before_pass()
+            output = self._model.forward(batch)
             self._drain_late_proposals()
             decisions = decide(plan, output, self._noise)
             now = time.monotonic()

@@ -60,6 +60,7 @@ class Output:
 
 def pack(spans: Sequence[Span], blocks: BlockManager, device: torch.device | str) -> RaggedBatch:
     """Pack spans, each of which ends with its sequence's last slot."""
+    on_cpu = torch.device(device).type == "cpu"
     lengths = np.array([len(s.token_ids) for s in spans], np.int64)
     starts = np.array([s.start for s in spans], np.int64)
     stops = starts + lengths
@@ -77,7 +78,8 @@ def pack(spans: Sequence[Span], blocks: BlockManager, device: torch.device | str
     logit_rows = np.flatnonzero(positions >= (stops - num_logits)[owner])
 
     def tensor(array: IntArray) -> Tensor:
-        return torch.from_numpy(array).to(device)
+        # torch lets go of the GIL in nearly all it does, and gets it back when others are done.
+        return torch.from_numpy(array) if on_cpu else torch.from_numpy(array).to(device)
 
     return RaggedBatch(
         token_ids=tensor(np.array([t for s in spans for t in s.token_ids], np.int64)),

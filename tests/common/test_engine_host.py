@@ -54,7 +54,7 @@ class EchoEngine:
     def num_live(self) -> int:
         return len(self.live)
 
-    def step(self) -> StepResult:
+    def step(self, before_pass: Callable[[], None]) -> StepResult:
         assert self.gate.wait(10)
         verdicts = []
         while self._inbox:

@@ -13,6 +13,7 @@ import ctypes
 from collections.abc import Sequence
 from typing import Any
 
+import numpy as np
 import torch
 from torch import Tensor
 
@@ -136,27 +137,26 @@ class NativeModel:
 
     def forward(self, batch: RaggedBatch) -> Output:
         """See `LanguageModel`; in float32, with the likeliest."""
-        likeliest = torch.empty(len(batch.logit_rows), dtype=torch.int64)
-        logits = torch.empty(len(batch.logit_rows), self.vocab_size)
-        query_start = torch.from_numpy(batch.query_start)
-        context_len = torch.from_numpy(batch.context_len)
+        num_logits = batch.logit_rows.shape[0]
+        logits = np.empty((num_logits, self.vocab_size), np.float32)
+        likeliest = np.empty(num_logits, np.int64)
         view = _Batch(
-            num_rows=len(batch.token_ids),
+            num_rows=batch.token_ids.shape[0],
             num_sequences=batch.num_sequences,
             table_width=batch.block_table.shape[1],
-            num_logits=len(batch.logit_rows),
+            num_logits=num_logits,
             token_ids=batch.token_ids.data_ptr(),
             positions=batch.positions.data_ptr(),
             slots=batch.slots.data_ptr(),
-            query_start=query_start.data_ptr(),
-            context_len=context_len.data_ptr(),
+            query_start=batch.query_start.ctypes.data,
+            context_len=batch.context_len.ctypes.data,
             block_table=batch.block_table.data_ptr(),
             logit_rows=batch.logit_rows.data_ptr(),
-            logits=logits.data_ptr(),
-            likeliest=likeliest.data_ptr(),
+            logits=logits.ctypes.data,
+            likeliest=likeliest.ctypes.data,
         )
         self._library.tandem_forward(self._handle, ctypes.byref(view))  # without the GIL
-        return Output(logits, likeliest)
+        return Output(torch.from_numpy(logits), torch.from_numpy(likeliest))
 
     def copy_blocks(self, copies: Sequence[tuple[int, int]]) -> None:
         """See `LanguageModel`."""
