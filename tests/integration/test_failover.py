@@ -73,7 +73,8 @@ def test_one_of_two_targets_is_killed(
     tested = [h.finished.speculation.tested for h in heard if h.finished]
     show(f"failover: streams {moved} moved after a kill; draft tokens tested {tested}")
     assert len(moved) == NUM_STREAMS // 2  # they were shared evenly
-    assert [num > 0 for num in tested] == [is_drafted(i) for i in range(NUM_STREAMS)]
+    assert all(num == 0 or is_drafted(i) for i, num in enumerate(tested))
+    assert sum(tested) > 0
 
 
 def test_a_draft_is_killed_and_another_one_goes_on(
