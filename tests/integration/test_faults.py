@@ -8,6 +8,7 @@ import signal
 import statistics
 import time
 from collections.abc import Callable, Iterator
+from typing import Any
 
 import pytest
 
@@ -33,6 +34,13 @@ BOUNDS = [
 ]
 
 
+def self_drafting(model: str) -> dict[str, Any]:
+    """A stack whose cache holds all streams at once: none waits until others have ended."""
+    cache = ["--num-kv-tokens=8192"]
+    own = {"model": model, "draft": model, "dtype": "float32"}
+    return own | {"target_args": cache, "draft_args": cache}
+
+
 @pytest.fixture(scope="module")
 def model(tmp_path_factory: pytest.TempPathFactory) -> str:
     return tiny_model(tmp_path_factory.mktemp("tiny"))
@@ -41,7 +49,7 @@ def model(tmp_path_factory: pytest.TempPathFactory) -> str:
 @pytest.fixture(scope="module")
 def alone(model: str) -> Iterator[LocalStack]:
     """One target, and a draft that has blocks too."""
-    with LocalStack(model=model, draft=model, dtype="float32", gateway_args=BOUNDS) as running:
+    with LocalStack(**self_drafting(model), gateway_args=BOUNDS) as running:
         yield running
 
 
@@ -100,7 +108,7 @@ def test_the_gateway_is_told_to_stop(
 ) -> None:
     """What runs is finished; what comes, and knows no other gateway, finds none."""
     refusals: list[UnavailableError] = []
-    with LocalStack(model=model, draft=model, dtype="float32") as stack:
+    with LocalStack(**self_drafting(model)) as stack:
         assert stack.gateway is not None
         gateway = stack.gateway
 
@@ -128,7 +136,7 @@ def test_a_target_is_told_to_stop(
     model: str, expected: list[Heard], show: Callable[[str], None]
 ) -> None:
     """What it has is finished, there or elsewhere; what comes goes to the other one."""
-    with LocalStack(model=model, draft=model, dtype="float32", num_targets=2) as stack:
+    with LocalStack(**self_drafting(model), num_targets=2) as stack:
         num_answers = 0
 
         async def terminate(stack: LocalStack) -> None:
