@@ -1,8 +1,8 @@
 """Hands things from a thread that computes to the event loop, without making it wait.
 
 `call_soon_threadsafe` lets go of the GIL while it wakes the loop, and gets it back when the loop
-has done what it was woken for: half a millisecond to two in every step. Here the loop is woken
-with the GIL held, and comes to its turn when the thread lets go of it to compute.
+has done what it was woken for: in a target half a millisecond a step with 1 request, more than one
+with 32. Here the loop is woken with the GIL held, and has its turn when the thread lets go of it.
 """
 
 from __future__ import annotations

@@ -240,7 +240,9 @@ def test_a_file_that_can_t_be_read_is_named_by_who_asked_for_it(tmp_path: Path) 
 def test_an_unknown_flag_is_named(capsys: pytest.CaptureFixture[str]) -> None:
     assert _refused(TargetConfig, ["--max-runing=3"], {}) == "2"
     says = "--max-runing is no setting of the target; did you mean --max-running?"
-    assert says in capsys.readouterr().err
+    told = capsys.readouterr().err
+    assert says in told
+    assert told.count("\n") == 1  # without all flags above it
 
 
 def test_what_fails_later_is_named_as_it_was_set(tmp_path: Path) -> None:

@@ -224,6 +224,23 @@ def test_up_looks_at_its_port_before_it_loads(monkeypatch: pytest.MonkeyPatch) -
     assert result.stderr.startswith('tandem: --host: is "no.such.host.invalid", which can\'t be')
 
 
+def test_up_hands_flags_to_the_services(monkeypatch: pytest.MonkeyPatch) -> None:
+    handed: dict[str, object] = {}
+
+    def stack(**settings: object) -> None:
+        handed.update(settings)
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(commands, "LocalStack", stack)
+    monkeypatch.setattr(commands, "_stop_on_sigterm", lambda: None)
+    flags = ["--target-arg=--quantization=int8", "--target-arg=--max-rows=9"]
+    flags += ["--draft-arg=--min-ngram=2", "--gateway-arg=--log-level=info"]
+    CliRunner().invoke(app, ["up", "--port=0", *flags])
+    assert handed["target_args"] == ["--quantization=int8", "--max-rows=9"]
+    assert handed["draft_args"] == ["--min-ngram=2"]
+    assert handed["gateway_args"] == ["--host=127.0.0.1", "--log-level=info"]
+
+
 @pytest.mark.parametrize(
     ("num_live", "says"),
     [

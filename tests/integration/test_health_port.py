@@ -112,6 +112,16 @@ def test_a_gateway_without_a_target_is_live_there_and_answers_nothing_else() -> 
         assert gateway.stop() == 0
 
 
+def test_a_health_port_is_not_the_service_s_own(capfd: pytest.CaptureFixture[str]) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    draft = ServiceProcess("draft_service", [f"--port={port}", f"--health-port={port}"])
+    with pytest.raises(StackError, match="ended with code 1"):
+        draft.wait_until_serving(30)
+    says = f"tandem draft: --health-port: {port} is the service's own port; choose another one"
+    assert says in capfd.readouterr().err
+
+
 def test_a_health_port_that_is_taken_is_named(capfd: pytest.CaptureFixture[str]) -> None:
     with socket.create_server(("127.0.0.1", 0)) as taken:
         port = taken.getsockname()[1]
